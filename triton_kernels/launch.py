@@ -1,0 +1,124 @@
+"""The one place that launches a Triton kernel: device, capture rule, FP fusion, and compiling without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+
+
+class KernelNotReady(RuntimeError):
+    """A kernel variant was asked for under CUDA-graph capture before it was compiled."""
+
+
+@dataclass
+class CompileLog:
+    """Kernels that `compile_only` built: (kernel name, compile-time arguments, compiled kernel)."""
+
+    target: Any
+    kernels: list[tuple[str, dict[str, Any], Any]] = field(default_factory=list)
+
+
+_compile_log: CompileLog | None = None
+
+
+def launch(kernel: Any, grid: Sequence[int], *args: Any, device: torch.device, num_warps: int, num_stages: int, pdl: bool = False, **meta: Any) -> None:
+    """Run `kernel[grid](*args, **meta)` on the current stream of `device`.
+
+    FP fusion is on (multiply-add contracts to fma), set here so that it never depends on an environment.
+
+    Raises:
+        KernelNotReady: under capture, for a variant that is not compiled yet.
+    """
+    if 0 in grid:
+        return
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if _compile_log is not None:
+        compiled = kernel.warmup(*args, grid=tuple(grid), **options, **meta)
+        _compile_log.kernels.append((kernel.fn.__name__, dict(meta), compiled))
+        return
+    if knobs.runtime.interpret:
+        kernel[tuple(grid)](*args, **options, **meta)
+        return
+    if pdl:
+        options["launch_pdl"] = True
+    with torch.cuda.device(device) if device.index != torch.cuda.current_device() else nullcontext():
+        with _refuse_compiling(kernel, meta) if torch.cuda.is_current_stream_capturing() else nullcontext():
+            kernel[tuple(grid)](*args, **options, **meta)
+
+
+@contextmanager
+def _refuse_compiling(kernel: Any, meta: dict[str, Any]) -> Iterator[None]:
+    def refuse(**_: Any) -> bool:
+        variant = ", ".join(f"{name}={value}" for name, value in meta.items())
+        raise KernelNotReady(
+            f"{kernel.fn.__name__}({variant}) is not compiled, and nothing compiles under CUDA-graph capture: "
+            "run the same call once before capturing, or m3attn.warmup(...)"
+        )
+
+    previous = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = refuse
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = previous
+
+
+class _CompileOnlyDriver:
+    """Stands where Triton looks for a GPU: it knows a target and nothing else."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        # Triton keeps one table of compiled kernels a device; a number no GPU has keeps the targets apart.
+        return 1_000_000 + self._target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def is_active(self) -> bool:
+        return True
+
+
+@contextmanager
+def compile_only(arch: str) -> Iterator[CompileLog]:
+    """Inside the block every launch compiles its kernel for `arch` (`sm_90`, …) and runs nothing; needs no GPU.
+
+    Yields the log of what was compiled, with launch settings as the launchers chose them.
+    """
+    global _compile_log
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_").rstrip("af")), 32)
+    previous_log, previous_driver = _compile_log, driver._active
+    _compile_log = CompileLog(target)
+    driver.set_active(_CompileOnlyDriver(target))
+    try:
+        yield _compile_log
+    finally:
+        _compile_log = previous_log
+        driver._active = previous_driver
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, (n - 1)).bit_length()
+
+
+Grid = Callable[..., Sequence[int]]
