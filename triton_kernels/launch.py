@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 from triton import knobs
+
+from m3attn.problem import arch_of
 
 
 class KernelNotReady(RuntimeError):
@@ -27,7 +28,9 @@ class CompileLog:
 _compile_log: CompileLog | None = None
 
 
-def launch(kernel: Any, grid: Sequence[int], *args: Any, device: torch.device, num_warps: int, num_stages: int, pdl: bool = False, **meta: Any) -> None:
+def launch(
+    kernel: Any, grid: Sequence[int], *args: Any, device: torch.device, num_warps: int, num_stages: int, pdl: bool = False, **meta: Any
+) -> None:
     """Run `kernel[grid](*args, **meta)` on the current stream of `device`.
 
     FP fusion is on (multiply-add contracts to fma), set here so that it never depends on an environment.
@@ -47,9 +50,9 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, device: torch.device, n
         return
     if pdl:
         options["launch_pdl"] = True
-    with torch.cuda.device(device) if device.index != torch.cuda.current_device() else nullcontext():
-        with _refuse_compiling(kernel, meta) if torch.cuda.is_current_stream_capturing() else nullcontext():
-            kernel[tuple(grid)](*args, **options, **meta)
+    on_device = torch.cuda.device(device) if device.index != torch.cuda.current_device() else nullcontext()
+    with on_device, _refuse_compiling(kernel, meta) if torch.cuda.is_current_stream_capturing() else nullcontext():
+        kernel[tuple(grid)](*args, **options, **meta)
 
 
 @contextmanager
@@ -113,12 +116,14 @@ def compile_only(arch: str) -> Iterator[CompileLog]:
         driver._active = previous_driver
 
 
+def current_arch(device: torch.device) -> str:
+    """The architecture launches on `device` compile for: `sm_90`, …; `cpu` in the interpreter."""
+    return f"sm_{_compile_log.target.arch}" if _compile_log is not None else arch_of(device)
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, (n - 1)).bit_length()
-
-
-Grid = Callable[..., Sequence[int]]
