@@ -1,0 +1,76 @@
+# Every target sets up what it needs in .venv, from constraints.txt, on a machine with nothing but Python 3.11 or newer.
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format check-kernels bench sanitize clean
+SHELL := /bin/bash
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 python; do \
+	"$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# The compile checks run with these two, whatever Triton the environment itself has. Triton has wheels for Linux only.
+OLDEST_TRITON := 3.6.0
+NEWEST_TRITON := 3.9.0
+ifeq ($(shell uname -s),Linux)
+TRITONS := $(VENV)/triton-$(OLDEST_TRITON)/.ready $(VENV)/triton-$(NEWEST_TRITON)/.ready
+endif
+
+# One thread a process: the tests run in as many processes as there are cores.
+PYTEST := OMP_NUM_THREADS=1 M3ATTN_TEST_TRITONS=$(OLDEST_TRITON),$(NEWEST_TRITON) TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/triton-cache $(BIN)/python -m pytest
+WORKERS ?= 2
+ARGS ?=
+
+help:
+	@echo 'make demo           a real text through a stack of M3 attention layers, reference and Triton side by side (ARGS="--text FILE")'
+	@echo 'make test           lint, types, and the tests that CI runs (about a quarter of an hour on 2 cores)'
+	@echo 'make check-kernels  every Triton kernel for every architecture, with the oldest and the newest supported Triton'
+	@echo 'make test-all       everything above, and the slow tests'
+	@echo 'make bench          the benchmarks of the stages, on a GPU (ARGS="STAGE … --json OUT")'
+	@echo 'make sanitize       a small part of the GPU tests under compute-sanitizer'
+	@echo 'make lint, format   ruff and mypy; ruff with fixes'
+	@echo 'make clean          remove .venv and everything built'
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo 'make: no Python 3.11 or newer with ensurepip found; name one with PYTHON=/path/to/python' >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(PIP) pip setuptools wheel
+	$(PIP) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+$(VENV)/triton-%/.ready: $(VENV)/.ready
+	rm -rf $(VENV)/triton-$*
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/triton-$* triton==$*
+	@touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/m3attn demo $(ARGS)
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint $(TRITONS)
+	$(PYTEST) -n $(WORKERS) -m 'not slow' $(ARGS)
+
+check-kernels: $(VENV)/.ready $(TRITONS)
+	$(PYTEST) -n $(WORKERS) tests/test_compile.py $(ARGS)
+
+test-all: lint $(TRITONS)
+	$(PYTEST) -n $(WORKERS) $(ARGS)
+
+bench: $(VENV)/.ready
+	$(BIN)/m3attn bench $(ARGS)
+
+# --target-processes all would follow ptxas and the linker too; the tests' own process is the one that launches.
+sanitize: $(VENV)/.ready
+	@command -v compute-sanitizer >/dev/null || { echo 'make: compute-sanitizer (part of the CUDA toolkit) is not on PATH' >&2; exit 1; }
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -k xs $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
