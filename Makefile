@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 python; do \
 	"$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 # The compile checks run with these two, whatever Triton the environment itself has. Triton has wheels for Linux only.
 OLDEST_TRITON := 3.6.0
@@ -35,12 +35,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo 'make: no Python 3.11 or newer with ensurepip found; name one with PYTHON=/path/to/python' >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP) pip setuptools wheel
-	$(PIP) --no-build-isolation --editable '.[test]'
+	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 $(VENV)/triton-%/.ready: $(VENV)/.ready
 	rm -rf $(VENV)/triton-$*
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/triton-$* triton==$*
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --target $(VENV)/triton-$* triton==$*
 	@touch $@
 
 demo: $(VENV)/.ready
