@@ -1,0 +1,89 @@
+"""The one way to a stored element: fp32 divided by its scale, rounded once to nearest even, and for fp8 saturated."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+from m3attn.scales import Scale
+from m3attn.triton_kernels.primitives import INTERPRETED
+
+
+def divisor(scale: Scale) -> tuple[float | None, torch.Tensor | None]:
+    """What a kernel takes for `scale`: (value, tensor), both None for a scale of 1, which then costs no division."""
+    if scale.tensor is None and scale.value == 1.0:
+        return None, None
+    return scale.value, scale.tensor
+
+
+@triton.jit
+def divide_by_scale(x, value, scale_ptr):
+    """x / scale, an IEEE fp32 division, for the two results of `divisor`; x itself where both are None."""
+    if value is None:
+        result = x
+    elif scale_ptr is None:
+        result = tl.div_rn(x, value)
+    else:
+        result = tl.div_rn(x, value * tl.load(scale_ptr))
+    return result
+
+
+@triton.jit
+def widen(x):
+    """x in fp32, exactly (subnormal bf16 too, which the interpreter's own cast gets wrong)."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        wide = bits.to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """fp32 x as DTYPE, in one rounding to nearest even.
+
+    fp8: what lies beyond the largest finite value, infinities too, becomes the largest finite value; NaN stays NaN, as byte 0x7f whatever
+    its sign.
+    """
+    if DTYPE == tl.float8e4nv:
+        stored = _to_fp8(x, DTYPE, 3, 7, 448.0)
+    elif DTYPE == tl.float8e5:
+        stored = _to_fp8(x, DTYPE, 2, 15, 57344.0)
+    elif INTERPRETED and DTYPE == tl.bfloat16:
+        stored = _round_to_bf16(x)
+    else:
+        stored = x.to(DTYPE)
+    return stored
+
+
+@triton.jit
+def _to_fp8(x, DTYPE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """SM90 and later convert as the contract says, in one instruction; elsewhere Triton goes through fp16 or truncates, so integers do it."""
+    if cuda_capability_geq(9, 0) and not INTERPRETED:
+        stored = x.to(DTYPE)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        sign = (bits >> 24) & 0x80
+        magnitude = tl.minimum(tl.abs(x), LARGEST)
+        DROPPED: tl.constexpr = 23 - MANTISSA
+        # Normal numbers: add half of the last kept bit, less one unless that bit is odd, then drop bits and move the exponent's bias.
+        kept = magnitude.to(tl.uint32, bitcast=True)
+        rounded = (kept + ((kept >> DROPPED) & 1) + ((1 << (DROPPED - 1)) - 1)) >> DROPPED
+        normal = rounded - ((127 - BIAS) << MANTISSA)
+        # Subnormal numbers: an fp32 addition whose last bit weighs as much as theirs rounds them, and leaves the code in the low bits.
+        ALIGN: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA + 23)
+        subnormal = (magnitude + ALIGN).to(tl.uint32, bitcast=True) & 0xFF
+        code = tl.where(magnitude < 2.0 ** (1 - BIAS), subnormal, normal) | sign
+        stored = tl.where(x != x, 0x7F, code).to(tl.uint8).to(DTYPE, bitcast=True)
+    return stored
+
+
+@triton.jit
+def _round_to_bf16(x):
+    """The interpreter's cast to bf16 truncates; this makes it exact."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    return tl.where(x != x, 0x7FFF, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
