@@ -48,11 +48,11 @@ def round_to(x, DTYPE: tl.constexpr):
     fp8: what lies beyond the largest finite value, infinities too, becomes the largest finite value; NaN stays NaN, as byte 0x7f whatever
     its sign.
     """
-    if DTYPE == tl.float8e4nv:
+    if DTYPE.is_fp8e4nv():
         stored = _to_fp8(x, DTYPE, 3, 7, 448.0)
-    elif DTYPE == tl.float8e5:
+    elif DTYPE.is_fp8e5():
         stored = _to_fp8(x, DTYPE, 2, 15, 57344.0)
-    elif INTERPRETED and DTYPE == tl.bfloat16:
+    elif INTERPRETED and DTYPE.is_bf16():
         stored = _round_to_bf16(x)
     else:
         stored = x.to(DTYPE)
