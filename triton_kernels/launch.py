@@ -121,6 +121,13 @@ def current_arch(device: torch.device) -> str:
     return f"sm_{_compile_log.target.arch}" if _compile_log is not None else arch_of(device)
 
 
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of `device`, for grids; an H200's 132 where nothing runs, few in the interpreter."""
+    if _compile_log is not None:
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
