@@ -104,3 +104,13 @@ def finish_softmax(accumulator, running_max, running_sum):
     output = accumulator / tl.where(empty, 1.0, running_sum)[:, None]
     lse = tl.where(empty, float("-inf"), (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * LN2)
     return output, lse
+
+
+@triton.jit
+def sink_share(q, sink_key, scale, lse):
+    """What is left of each output row [M] when one more logit q . sink_key * scale with value 0 joins a softmax of natural-log LSE `lse` [M].
+
+    q and sink_key [M, D] are widened here, so the logit is fp32 whatever q is. A row without keys keeps 0.
+    """
+    logit = tl.sum(q.to(tl.float32) * sink_key.to(tl.float32), axis=1) * scale
+    return tl.where(lse == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(logit - lse)))
