@@ -1,0 +1,68 @@
+"""MiniMax-M3's sparse attention: one contract, readable Triton kernels, faster ones behind a capability registry.
+
+Start with `attend` on plain tensors, or with the stages (`index_topk`, `sparse_attention`, …) over a paged cache (`paged`, `PagedBatch`,
+`LayerCache`). `explain` says which implementation runs and why; `use` and `impl=` choose one.
+"""
+
+from m3attn.attend import attend, paged
+from m3attn.batch import LayerCache, PagedBatch
+from m3attn.builtin import add_builtin_implementations
+from m3attn.choice import Explanation, UnsupportedProblem, explain, use
+from m3attn.config import M3Config
+from m3attn.introspect import info, interpret, source, workspace_bytes
+from m3attn.modes import AttentionMode, resolve_attention_mode
+from m3attn.problem import Problem
+from m3attn.registry import Capabilities, Implementation, implementations, register, unregister
+from m3attn.rules import register_rule, rules, unregister_rule
+from m3attn.stages.dense_attention import dense_attention
+from m3attn.stages.index_score import index_score
+from m3attn.stages.index_topk import index_topk
+from m3attn.stages.merge_attention_states import merge_attention_states
+from m3attn.stages.qk_norm_rope_insert import HeadCounts, NormWeights, qk_norm_rope_insert
+from m3attn.stages.quantize_fp8 import quantize_fp8
+from m3attn.stages.select_blocks import select_blocks
+from m3attn.stages.sparse_attention import sparse_attention
+from m3attn.version import __version__
+from m3attn.workspace import set_workspace_limit, workspace_limit
+
+add_builtin_implementations()
+
+__all__ = [
+    "AttentionMode",
+    "Capabilities",
+    "Explanation",
+    "HeadCounts",
+    "Implementation",
+    "LayerCache",
+    "M3Config",
+    "NormWeights",
+    "PagedBatch",
+    "Problem",
+    "UnsupportedProblem",
+    "__version__",
+    "attend",
+    "dense_attention",
+    "explain",
+    "implementations",
+    "index_score",
+    "index_topk",
+    "info",
+    "interpret",
+    "merge_attention_states",
+    "paged",
+    "qk_norm_rope_insert",
+    "quantize_fp8",
+    "register",
+    "register_rule",
+    "resolve_attention_mode",
+    "rules",
+    "select_blocks",
+    "set_workspace_limit",
+    "source",
+    "sparse_attention",
+    "unregister",
+    "unregister_rule",
+    "use",
+    "workspace_bytes",
+    "workspace_limit",
+]

@@ -1,0 +1,116 @@
+"""The implementations that ship with m3attn and the order in which auto tries them: data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from m3attn.problem import Problem
+from m3attn.registry import Capabilities, Implementation, add
+
+POWERS_16_TO_256 = (16, 32, 64, 128, 256)
+FP8_GEMM_ARCHS = ("sm_90", "sm_100", "sm_103")
+ALL_FLOATS = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
+CACHE_FLOATS = ("bf16", "fp16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2")
+INDEX_FLOATS = ("bf16", "fp16", "fp32", "fp8_e4m3")
+ATTENTION_MODES = ("bf16", "fp16", "fp32", "widen", "fp8", "fp8_pv")
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One place in auto's order: a key, and the problems it holds that place for."""
+
+    key: str
+    phases: tuple[str, ...] = ("prefill", "decode", "verify")
+
+    def covers(self, problem: Problem) -> bool:
+        return problem.phase in self.phases
+
+
+PRIORITIES: dict[str, tuple[Rank, ...]] = {
+    "qk_norm_rope_insert": (Rank("triton"), Rank("reference")),
+    "index_score": (Rank("triton"), Rank("reference")),
+    "select_blocks": (Rank("triton"), Rank("reference")),
+    "index_topk": (Rank("triton"), Rank("reference")),
+    "sparse_attention": (Rank("triton"), Rank("reference")),
+    "dense_attention": (Rank("triton"), Rank("reference")),
+    "merge_attention_states": (Rank("triton"), Rank("reference")),
+    "quantize_fp8": (Rank("triton"), Rank("reference")),
+}
+"""Fastest first, per stage, from the measurements in results/. CPU tensors take `reference` whatever stands here."""
+
+
+def _reference(stage: str, module: str, **limits: object) -> Implementation:
+    return Implementation(
+        stage,
+        "reference",
+        f"m3attn.reference.{module}:{stage}_call",
+        Capabilities(cpu="yes", equal_head_dims=False, **limits),  # type: ignore[arg-type]
+        sources=(f"m3attn.reference.{module}",),
+        built_in=True,
+    )
+
+
+def _triton(stage: str, *modules: str, scratch: bool = False, fp8_archs: tuple[str, ...] = (), **limits: object) -> Implementation:
+    return Implementation(
+        stage,
+        "triton",
+        f"m3attn.triton_kernels.{modules[0]}:{stage}",
+        Capabilities(min_arch=80, cpu="interpreter", e4m3_min_arch=89, needs=("triton",), **limits),  # type: ignore[arg-type]
+        workspace=f"m3attn.triton_kernels.{modules[0]}:workspace_bytes" if scratch else None,
+        sources=tuple(f"m3attn.triton_kernels.{m}" for m in modules),
+        fp8_archs=fp8_archs,
+        built_in=True,
+    )
+
+
+_INDEX = dict(index_q_dtypes=INDEX_FLOATS, index_dtypes=INDEX_FLOATS, index_dims=(64, 128), page_sizes=POWERS_16_TO_256, block_sizes=POWERS_16_TO_256)
+_ATTENTION = dict(
+    modes=ATTENTION_MODES,
+    q_dtypes=("bf16", "fp16", "fp32", "fp8_e4m3"),
+    kv_dtypes=ALL_FLOATS,
+    head_dims=(64, 128, 192, 256),
+    group_sizes=(1, 32),
+    page_sizes=POWERS_16_TO_256,
+)
+
+
+def add_builtin_implementations() -> None:
+    for implementation in (
+        _reference("qk_norm_rope_insert", "norm_rope", q_dtypes=CACHE_FLOATS, kv_dtypes=CACHE_FLOATS),
+        _reference("index_score", "index"),
+        _reference("select_blocks", "index"),
+        _reference("index_topk", "index"),
+        _reference("sparse_attention", "sparse"),
+        _reference("dense_attention", "dense"),
+        _reference("merge_attention_states", "merge"),
+        _reference("quantize_fp8", "quantize"),
+        _triton("qk_norm_rope_insert", "qk_norm_rope_insert", "saturate", q_dtypes=("bf16", "fp16", "fp32"), kv_dtypes=ALL_FLOATS),
+        _triton("index_score", "index_score", **_INDEX),
+        _triton("select_blocks", "select_blocks", topk=(1, 128)),
+        _triton("index_topk", "index_topk", "index_score", "select_blocks", scratch=True, topk=(1, 128), **_INDEX),
+        _triton(
+            "sparse_attention",
+            "sparse_attention",
+            "sparse_prefill",
+            "sparse_decode",
+            "merge_splits",
+            scratch=True,
+            fp8_archs=FP8_GEMM_ARCHS,
+            topk=(1, 128),
+            block_sizes=POWERS_16_TO_256,
+            **_ATTENTION,
+        ),
+        _triton(
+            "dense_attention",
+            "dense_attention",
+            "dense_prefill",
+            "dense_decode",
+            "merge_splits",
+            scratch=True,
+            fp8_archs=FP8_GEMM_ARCHS,
+            **_ATTENTION,
+        ),
+        _triton("merge_attention_states", "merge_states", q_dtypes=("bf16", "fp16", "fp32")),
+        _triton("quantize_fp8", "quantize", "saturate", q_dtypes=("bf16", "fp16", "fp32")),
+    ):
+        add(implementation)

@@ -1,0 +1,157 @@
+"""Which fp8 mode a layer runs in: derived from the cache dtype and the hardware, never flagged."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from m3attn import registry
+from m3attn.choice import UnsupportedProblem, auto_order, disabled_by_switch, reasons_against
+from m3attn.dtypes import dtype_name
+from m3attn.problem import PHASES, Problem
+
+DISABLE_FP8_ATTN_GEMM = "M3ATTN_DISABLE_FP8_ATTN_GEMM"
+KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
+INDEX_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8_e4m3")
+INDEX_STAGES = ("index_topk", "index_score", "select_blocks")
+DEFAULT_PAGE_SIZE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMode:
+    """What a layer runs, resolved once.
+
+    Attributes:
+        mode: `bf16`, `fp16`, `fp32`, `widen` or `fp8`.
+        q_dtype, kv_dtype, index_q_dtype, index_dtype: names of the formats that queries are quantised to and caches hold.
+        page_size: tokens of a page.
+        implementations: `stage/phase` -> registry key.
+        reasons: why, one sentence a decision.
+    """
+
+    mode: str
+    q_dtype: str
+    kv_dtype: str
+    index_q_dtype: str
+    index_dtype: str
+    page_size: int
+    implementations: dict[str, str] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        index = f"index q {self.index_q_dtype}, index K {self.index_dtype}"
+        lines = [f"mode {self.mode}: q {self.q_dtype}, KV {self.kv_dtype}, {index}, pages of {self.page_size}"]
+        lines += [f"  {where}: {key}" for where, key in self.implementations.items()]
+        return "\n".join(lines + [f"  {reason}" for reason in self.reasons])
+
+
+def resolve_attention_mode(
+    problem: Problem,
+    *,
+    kv_cache_dtype: str | torch.dtype = "auto",
+    index_cache_dtype: str | torch.dtype | None = None,
+    page_size: int | None = None,
+    implementation: str | None = None,
+) -> AttentionMode:
+    """Resolve the mode, the index dtype, the page size and an implementation per stage and phase.
+
+    fp8 mode follows from an e4m3 cache, an implementation that declares fp8 attention for the architecture, no named implementation that lacks
+    it, and `M3ATTN_DISABLE_FP8_ATTN_GEMM` unset; else an fp8 cache is widened. Page, block and K choose implementations, never the mode.
+
+    Args:
+        problem: the layer in its own 16-bit dtype (`q_dtype`).
+        kv_cache_dtype: `auto` (the layer's dtype), `fp8` = `fp8_e4m3`, `fp8_e5m2`, or a 16-bit name.
+        index_cache_dtype: `auto`, `fp8` = `fp8_e4m3`; None: e4m3 in fp8 mode, the layer's dtype otherwise.
+        page_size: None: 128; a given one is kept or refused.
+        implementation: a registry key that must run the attention.
+
+    Raises:
+        ValueError: an unknown or refused dtype name, key or page size.
+        UnsupportedProblem: the named implementation cannot run this, or none can, with the reasons.
+    """
+    own = problem.q_dtype
+    if own not in ("bf16", "fp16", "fp32"):
+        raise ValueError(f"problem.q_dtype: expected the layer's own bf16, fp16 or fp32, got {own!r}")
+    reasons: list[str] = []
+    kv = dtype_name(kv_cache_dtype, argument="kv_cache_dtype", accepted=KV_CACHE_DTYPES)
+    kv = own if kv == "auto" else kv
+    if not kv.startswith("fp8") and kv != own:
+        raise ValueError(f"kv_cache_dtype: expected auto, {own}, fp8_e4m3 or fp8_e5m2 for a {own} layer, got {kv!r}")
+    pages = DEFAULT_PAGE_SIZE if page_size is None else page_size
+    if page_size is None:
+        reasons.append(f"page size {pages}: the default")
+    if implementation is not None and not any(i.key == implementation for i in registry.implementations()):
+        keys = ", ".join(sorted({i.key for i in registry.implementations()}))
+        raise ValueError(f"implementation: expected one of {keys}, got {implementation!r}")
+    if implementation is not None and (switch := disabled_by_switch(implementation)):
+        raise UnsupportedProblem(f"implementation: {implementation!r} is switched off by {switch}")
+
+    fp8, why = _fp8_attention(problem, kv, implementation)
+    reasons.append(why)
+    mode = "fp8" if fp8 else "widen" if kv.startswith("fp8") else own
+    if kv == "fp8_e5m2":
+        _warn_once_e5m2()
+    index = None if index_cache_dtype is None else dtype_name(index_cache_dtype, argument="index_cache_dtype", accepted=INDEX_CACHE_DTYPES)
+    if index is None:
+        index = "fp8_e4m3" if fp8 else own
+        reasons.append(f"index cache {index}: follows mode {mode}")
+    index = own if index == "auto" else index
+    q = "fp8_e4m3" if fp8 else own
+    resolved = replace(problem, q_dtype=q, kv_dtype=kv, index_q_dtype=index, index_dtype=index, page_size=pages)
+    chosen: dict[str, str] = {}
+    for stage in ("sparse_attention", "dense_attention", *(INDEX_STAGES if problem.num_index_heads else ())):
+        for phase in PHASES:
+            key, notes = _choose(stage, replace(resolved, phase=phase), implementation)
+            chosen[f"{stage}/{phase}"] = key
+            reasons += notes
+    return AttentionMode(mode, q, kv, index, index, pages, chosen, tuple(dict.fromkeys(reasons)))
+
+
+def _fp8_attention(problem: Problem, kv: str, implementation: str | None) -> tuple[bool, str]:
+    """Whether attention runs in fp8, and the sentence that says why."""
+    if not kv.startswith("fp8"):
+        return False, f"mode {problem.q_dtype}: the cache is {kv}"
+    if kv == "fp8_e5m2":
+        return False, "mode widen: an e5m2 cache is read widened (e5m2 holds too few bits of q)"
+    if os.environ.get(DISABLE_FP8_ATTN_GEMM, "0") == "1":
+        return False, f"mode widen: {DISABLE_FP8_ATTN_GEMM}=1"
+    able = [i.key for i in registry.implementations("sparse_attention") if problem.arch in i.fp8_archs and disabled_by_switch(i.key) is None]
+    if not able:
+        return False, f"mode widen: no implementation declares fp8 attention for {problem.arch}"
+    if implementation is not None and implementation not in able:
+        return False, f"mode widen: {implementation!r} is named and declares no fp8 attention for {problem.arch}"
+    return True, f"mode fp8: an e4m3 cache, and {', '.join(able)} run fp8 attention on {problem.arch}"
+
+
+def _choose(stage: str, problem: Problem, implementation: str | None) -> tuple[str, list[str]]:
+    """The key that runs a stage, and what it says of those it passed over."""
+    if implementation is not None and registry.find(stage, implementation) is not None:
+        named = registry.find(stage, implementation)
+        assert named is not None
+        if reasons := reasons_against(named, problem):
+            others = [k for k in auto_order(stage, problem) if (i := registry.find(stage, k)) and not reasons_against(i, problem)]
+            remedy = f"; {', '.join(others)} can run it" if others else ""
+            raise UnsupportedProblem(f"{stage}: {implementation!r} cannot run this: {'; '.join(reasons)}{remedy}")
+        return implementation, []
+    notes = []
+    for key in auto_order(stage, problem):
+        candidate = registry.find(stage, key)
+        assert candidate is not None
+        refused = reasons_against(candidate, problem)
+        if not refused:
+            return key, notes
+        notes.append(f"{stage}/{problem.phase}: {key} refused: {'; '.join(refused)}")
+    raise UnsupportedProblem(f"no implementation runs this: {'; '.join(notes) or stage}")
+
+
+_warned_e5m2 = False
+
+
+def _warn_once_e5m2() -> None:
+    global _warned_e5m2
+    if not _warned_e5m2:
+        _warned_e5m2 = True
+        warnings.warn("kv_cache_dtype fp8_e5m2: K and V are read widened to 16 bit; fp8_e4m3 allows fp8 attention", stacklevel=4)

@@ -1,0 +1,83 @@
+"""What every stage does with a checked call: choose, refuse gradients, find scratch, log, run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from m3attn.batch import PagedBatch
+from m3attn.checks import check_no_grad
+from m3attn.choice import resolve
+from m3attn.problem import Problem
+from m3attn.registry import Implementation
+from m3attn.scales import Scale
+from m3attn.workspace import WorkShape
+
+
+def execute(
+    stage: str,
+    call: Any,
+    problem: Problem,
+    impl: str | None,
+    inputs: Iterable[torch.Tensor | None],
+    *,
+    shape: WorkShape | None = None,
+    workspace: torch.Tensor | None = None,
+    device: torch.device,
+) -> None:
+    """Run `call` with the implementation that `impl` or the choice in force names.
+
+    Raises:
+        UnsupportedProblem, NotImplementedError, ValueError: as `resolve`, gradients, workspace.
+    """
+    implementation = resolve(stage, problem, impl)
+    check_no_grad(implementation.key, inputs)
+    if shape is not None and (scratch := scratch_for(implementation, shape, workspace, device)) is not None:
+        call = replace(call, workspace=scratch)
+    if os.environ.get("M3ATTN_LOG_CALLS", "0") == "1":
+        print(f"m3attn: {stage} {implementation.key} {_describe(call)}", file=sys.stderr)
+    implementation.load()(call)
+
+
+def scratch_for(implementation: Implementation, shape: WorkShape, workspace: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """The caller's workspace as flat bytes if it is large enough, or a fresh one; None if the implementation needs none."""
+    needed = implementation.workspace_bytes(shape)
+    if needed == 0:
+        return None
+    if workspace is None:
+        return torch.empty(needed, dtype=torch.uint8, device=device)
+    if not isinstance(workspace, torch.Tensor) or not workspace.is_contiguous():
+        raise ValueError("workspace: expected a contiguous tensor")
+    if workspace.device != device:
+        raise ValueError(f"workspace: expected a tensor on {device}, got one on {workspace.device}")
+    flat = workspace.reshape(-1).view(torch.uint8)
+    if flat.numel() < needed:
+        raise ValueError(
+            f"workspace: expected at least {needed} bytes for {implementation.stage} ({implementation.key}), got {flat.numel()}; "
+            "m3attn.workspace_bytes(...) gives the size"
+        )
+    return flat
+
+
+def _describe(call: Any) -> str:
+    parts = []
+    for f in fields(call):
+        value = getattr(call, f.name)
+        if isinstance(value, torch.Tensor):
+            parts.append(f"{f.name}={str(value.dtype).removeprefix('torch.')}{list(value.shape)}/{list(value.stride())}")
+        elif isinstance(value, PagedBatch):
+            parts.append(
+                f"batch=B{value.num_requests} max_seqlen_q={value.max_seqlen_q} max_seqlen_k={value.max_seqlen_k} "
+                f"page_size={value.page_size} block_size={value.block_size}"
+            )
+        elif isinstance(value, Scale):
+            if value.tensor is not None or value.value != 1.0:
+                parts.append(f"{f.name}={'device' if value.tensor is not None else value.value}")
+        elif value is not None:
+            parts.append(f"{f.name}={value}")
+    return " ".join(parts)
