@@ -17,7 +17,7 @@ TRITONS := $(VENV)/triton-$(OLDEST_TRITON)/.ready $(VENV)/triton-$(NEWEST_TRITON
 endif
 
 # One thread a process: the tests run in as many processes as there are cores.
-PYTEST := OMP_NUM_THREADS=1 M3ATTN_TEST_TRITONS=$(OLDEST_TRITON),$(NEWEST_TRITON) TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/triton-cache $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 ARGS ?=
 

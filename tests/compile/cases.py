@@ -1,0 +1,217 @@
+"""The launches that the compile checks cover: every Triton stage, called as a user calls it, on small CPU tensors with real host bounds.
+
+Nothing runs, so the tensors' values do not matter; what specialises a kernel is their dtypes and strides, the geometry and the options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+import m3attn
+from m3attn.dtypes import E4M3, E5M2
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PHASES = {"decode": (4, 1), "verify": (4, 4), "prefill": (2, 256)}  # requests, queries of each
+CONTEXT = 32_768
+ATTENTION_MODES = {
+    "bf16": (BF16, BF16, False),
+    "fp16": (FP16, FP16, False),
+    "fp32": (FP32, FP32, False),
+    "widen_e4m3": (BF16, E4M3, False),
+    "widen_e5m2": (FP16, E5M2, False),
+    "fp8": (E4M3, E4M3, False),
+    "fp8_pv": (E4M3, E4M3, True),
+}
+INDEX_MODES = {"bf16": (BF16, BF16), "fp16": (FP16, FP16), "fp32": (FP32, FP32), "bf16_e4m3": (BF16, E4M3), "e4m3": (E4M3, E4M3)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to compile. `dtype` is what its matrix products read: products of fp32 use no tensor core."""
+
+    name: str
+    dtype: torch.dtype
+    run: Callable[[], object]
+    fast: bool = False
+
+
+def step(phase: str, page_size: int, block_size: int) -> m3attn.PagedBatch:
+    requests, queries = PHASES[phase]
+    return m3attn.PagedBatch(
+        page_table=torch.zeros(requests, CONTEXT // page_size, dtype=torch.int32),
+        seq_lens=torch.full((requests,), CONTEXT, dtype=torch.int32),
+        cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32) * queries,
+        max_seqlen_q=queries,
+        max_seqlen_k=CONTEXT,
+        page_size=page_size,
+        block_size=block_size,
+    )
+
+
+def tokens(phase: str) -> int:
+    requests, queries = PHASES[phase]
+    return requests * queries
+
+
+def attention_cases(stage: str) -> Iterator[Case]:
+    """Every mode at M3's geometry per phase; bf16 over the other head counts, head dims and page sizes."""
+    for phase in PHASES:
+        for mode in ATTENTION_MODES:
+            yield attention(stage, phase, mode, fast=mode in ("bf16", "fp8"))
+        for heads in ((16, 1), (8, 1), (24, 8), (32, 1)):
+            yield attention(stage, phase, "bf16", heads=heads)
+        for head_dim in (64, 192, 256):
+            for mode in ("bf16", "fp32", "widen_e4m3"):
+                yield attention(stage, phase, mode, head_dim=head_dim)
+        for page_size in (16, 64):
+            yield attention(stage, phase, "bf16", page_size=page_size)
+        yield attention(stage, phase, "bf16", sink=True, lse=True)
+        yield attention(stage, phase, "fp8", sink=True, lse=True, device_scales=True)
+    if stage == "sparse_attention":
+        for phase in PHASES:
+            yield attention(stage, phase, "bf16", page_size=16, block_size=16)
+            yield attention(stage, phase, "bf16", page_size=128, block_size=256)
+
+
+def attention(
+    stage: str,
+    phase: str,
+    mode: str,
+    *,
+    heads: tuple[int, int] = (64, 4),
+    head_dim: int = 128,
+    page_size: int = 128,
+    block_size: int = 128,
+    sink: bool = False,
+    lse: bool = False,
+    device_scales: bool = False,
+    fast: bool = False,
+) -> Case:
+    q_dtype, kv_dtype, fp8_pv = ATTENTION_MODES[mode]
+    rows, (num_q_heads, num_kv_heads), topk = tokens(phase), heads, 16
+
+    def run() -> None:
+        scale = torch.ones(1) if device_scales else None
+        kv = torch.empty(4, num_kv_heads, page_size, 2 * head_dim, dtype=kv_dtype)
+        cache = m3attn.LayerCache(kv=kv, k_scale=scale, v_scale=scale)
+        q = torch.empty(rows, num_q_heads, head_dim, dtype=q_dtype)
+        options = dict(sink_key=torch.empty(num_q_heads, head_dim, dtype=BF16) if sink else None, fp8_pv=fp8_pv, return_lse=lse, q_scale=scale)
+        if stage == "dense_attention":
+            m3attn.dense_attention(q, cache, step(phase, page_size, block_size), impl="triton", **options)
+        else:
+            ids = torch.zeros(num_kv_heads, rows, topk, dtype=torch.int32)
+            m3attn.sparse_attention(q, cache, ids, step(phase, page_size, block_size), impl="triton", **options)
+
+    extras = "".join(f"-{name}" for name, on in (("sink", sink), ("lse", lse), ("scales", device_scales)) if on)
+    name = f"{stage}-{phase}-{mode}-{num_q_heads}/{num_kv_heads}-d{head_dim}-page{page_size}-block{block_size}{extras}"
+    return Case(name, q_dtype, run, fast)
+
+
+def index_cases(stage: str) -> Iterator[Case]:
+    for phase in PHASES:
+        for mode in INDEX_MODES:
+            yield index(stage, phase, mode, fast=mode in ("bf16", "e4m3"))
+        for heads in (1, 6):
+            yield index(stage, phase, "bf16", heads=heads)
+        yield index(stage, phase, "bf16", index_dim=64)
+        for page_size, block_size in ((16, 128), (16, 16), (256, 256)):
+            yield index(stage, phase, "bf16", page_size=page_size, block_size=block_size)
+
+
+def index(
+    stage: str, phase: str, mode: str, *, heads: int = 4, index_dim: int = 128, page_size: int = 128, block_size: int = 128, fast: bool = False
+) -> Case:
+    q_dtype, k_dtype = INDEX_MODES[mode]
+
+    def run() -> None:
+        cache = m3attn.LayerCache(index_k=torch.empty(4, page_size, index_dim, dtype=k_dtype))
+        index_q = torch.empty(tokens(phase), heads, index_dim, dtype=q_dtype)
+        function = m3attn.index_score if stage == "index_score" else m3attn.index_topk
+        function(index_q, cache, step(phase, page_size, block_size), impl="triton")
+
+    return Case(f"{stage}-{phase}-{mode}-heads{heads}-d{index_dim}-page{page_size}-block{block_size}", q_dtype, run, fast)
+
+
+def select_cases() -> Iterator[Case]:
+    for phase in PHASES:
+        for topk in (1, 16, 128):
+
+            def run(phase: str = phase, topk: int = topk) -> None:
+                batch = step(phase, 128, 128)
+                m3attn.select_blocks(torch.empty(4, tokens(phase), batch.num_blocks), batch, topk=topk, impl="triton")
+
+            yield Case(f"select_blocks-{phase}-k{topk}", FP32, run, topk == 16)
+
+
+def norm_rope_cases() -> Iterator[Case]:
+    for dtype in (BF16, FP16, FP32):
+        for cache_dtype in (None, dtype, E4M3, E5M2):
+            for index_branch in (True, False):
+                yield norm_rope(dtype, cache_dtype, index_branch, fast=dtype == BF16)
+
+
+def norm_rope(dtype: torch.dtype, cache_dtype: torch.dtype | None, index_branch: bool, *, fast: bool) -> Case:
+    rows, num_q_heads, num_kv_heads, num_index_heads = 8, 64, 4, 4 if index_branch else 0
+
+    def run() -> None:
+        width = num_q_heads + 2 * num_kv_heads + (num_index_heads + 1 if index_branch else 0)
+        weights = tuple(torch.empty(128) if index_branch or i < 2 else None for i in range(4))
+        cache = slots = None
+        if cache_dtype is not None:
+            index_k = torch.empty(4, 128, 128, dtype=E4M3 if cache_dtype == E4M3 else dtype) if index_branch else None
+            cache = m3attn.LayerCache(kv=torch.empty(4, num_kv_heads, 128, 256, dtype=cache_dtype), index_k=index_k)
+            slots = torch.zeros(rows, dtype=torch.int64)
+        m3attn.qk_norm_rope_insert(
+            torch.empty(rows, width * 128, dtype=dtype),
+            weights,
+            torch.zeros(rows, dtype=torch.int64),
+            torch.empty(1024, 64),
+            cache,
+            slots,
+            slots if index_branch else None,
+            heads=(num_q_heads, num_kv_heads, num_index_heads),
+            q_out=torch.empty(rows, num_q_heads, 128, dtype=E4M3) if cache_dtype == E4M3 else None,
+            index_q_out=torch.empty(rows, num_index_heads, 128, dtype=E4M3) if cache_dtype == E4M3 and index_branch else None,
+            impl="triton",
+        )
+
+    return Case(f"qk_norm_rope_insert-{dtype}-cache-{cache_dtype}-{'index' if index_branch else 'dense'}", dtype, run, fast)
+
+
+def merge_cases() -> Iterator[Case]:
+    for dtype in (BF16, FP16, FP32):
+        for head_dim in (64, 128, 192, 256):
+
+            def run(dtype: torch.dtype = dtype, head_dim: int = head_dim) -> None:
+                out, lse = torch.empty(8, 64, head_dim, dtype=dtype), torch.empty(8, 64)
+                m3attn.merge_attention_states(out, lse, torch.empty_like(out), torch.empty_like(lse), impl="triton")
+
+            yield Case(f"merge_attention_states-{dtype}-d{head_dim}", dtype, run, dtype == BF16 and head_dim == 128)
+
+
+def quantize_cases() -> Iterator[Case]:
+    for dtype in (BF16, FP16, FP32):
+        for out_dtype in (E4M3, E5M2):
+            for scale in (None, 0.5, "tensor", "row"):
+                for pdl in (False, True):
+
+                    def run(dtype: torch.dtype = dtype, out_dtype: torch.dtype = out_dtype, scale: object = scale, pdl: bool = pdl) -> None:
+                        m3attn.quantize_fp8(torch.empty(64, 7168, dtype=dtype), scale=scale, dtype=out_dtype, pdl=pdl, impl="triton")
+
+                    yield Case(f"quantize_fp8-{dtype}-{out_dtype}-{scale}{'-pdl' if pdl else ''}", dtype, run, dtype == BF16)
+
+
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "qk_norm_rope_insert": norm_rope_cases,
+    "index_score": lambda: index_cases("index_score"),
+    "select_blocks": select_cases,
+    "index_topk": lambda: index_cases("index_topk"),
+    "sparse_attention": lambda: attention_cases("sparse_attention"),
+    "dense_attention": lambda: attention_cases("dense_attention"),
+    "merge_attention_states": merge_cases,
+    "quantize_fp8": quantize_cases,
+}
+"""Per stage. A stage with a Triton implementation and no entry here fails the check."""
