@@ -23,6 +23,7 @@ from m3attn.stages.quantize_fp8 import quantize_fp8
 from m3attn.stages.select_blocks import select_blocks
 from m3attn.stages.sparse_attention import sparse_attention
 from m3attn.version import __version__
+from m3attn.warmup import warmup
 from m3attn.workspace import set_workspace_limit, workspace_limit
 
 add_builtin_implementations()
@@ -63,6 +64,7 @@ __all__ = [
     "unregister",
     "unregister_rule",
     "use",
+    "warmup",
     "workspace_bytes",
     "workspace_limit",
 ]

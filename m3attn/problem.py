@@ -80,7 +80,12 @@ _DEVICE_ARCH: dict[torch.device, str] = {}
 
 
 def arch_of(device: torch.device | None = None) -> str:
-    """The architecture that selection works for: `M3ATTN_ARCH` if set, else that of `device` (default: the current GPU, or `cpu`)."""
+    """The architecture that selection works for: `M3ATTN_ARCH` if set, else that of `device` (default: the current GPU, or `cpu`).
+
+    A CPU device stays `cpu`: the override lets a machine without a GPU ask and compile for one, not run kernels on CPU tensors.
+    """
+    if device is not None and device.type == "cpu":
+        return "cpu"
     override = os.environ.get("M3ATTN_ARCH")
     if override:
         return normalise_arch(override)
@@ -89,7 +94,7 @@ def arch_of(device: torch.device | None = None) -> str:
             return "cpu"
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type != "cuda":
-        return "cpu"
+        return device.type
     arch = _DEVICE_ARCH.get(device)
     if arch is None:
         major, minor = torch.cuda.get_device_capability(device)
