@@ -102,34 +102,46 @@ def check_no_grad(implementation_key: str, tensors: Iterable[torch.Tensor | None
         )
 
 
-def _byte_rows(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """(first byte, bytes from one row's start to the end of its elements, bytes from the first byte to the last row's end)."""
+def _byte_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """(byte stride, length) of each dimension, down to the single byte, largest stride first."""
     size = tensor.element_size()
-    inner = sum((n - 1) * abs(s) for n, s in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)) + 1
-    rows = (tensor.shape[0] - 1) * abs(tensor.stride(0)) if tensor.dim() else 0
-    return tensor.data_ptr(), inner * size, (rows + inner) * size
+    dims = [(stride * size, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and stride]
+    return sorted([*dims, (1, size)], reverse=True)
+
+
+def _share_a_byte(gap: int, a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
+    """Whether some byte of `a` is a byte of `b`, which starts `gap` bytes later: by the largest stride, then within."""
+    extent_a, extent_b = (sum(stride * (n - 1) for stride, n in dims) for dims in (a, b))
+    if gap > extent_a or -gap > extent_b:
+        return False
+    if not a and not b:
+        return True
+    largest = max(dims[0][0] for dims in (a, b) if dims)
+    inner_a, steps_a = (a[1:], a[0][1] - 1) if a and a[0][0] == largest else (a, 0)
+    inner_b, steps_b = (b[1:], b[0][1] - 1) if b and b[0][0] == largest else (b, 0)
+    extent_a, extent_b = extent_a - largest * steps_a, extent_b - largest * steps_b
+    first = max(-steps_a, -((gap + extent_b) // largest))  # step of b minus step of a
+    last = min(steps_b, (extent_a - gap) // largest)
+    return any(_share_a_byte(gap + largest * step, inner_a, inner_b) for step in range(first, last + 1))
 
 
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share a byte. Exact for views with one row stride in common (slices of a packed row), else by their extents."""
+    """Whether two tensors share a byte, exactly: K and V of one packed cache do not, however their bytes interleave."""
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
-    start_a, row_a, extent_a = _byte_rows(a)
-    start_b, row_b, extent_b = _byte_rows(b)
-    if start_a + extent_a <= start_b or start_b + extent_b <= start_a:
+    storage_a, storage_b = a.untyped_storage(), b.untyped_storage()
+    start_a, start_b = storage_a.data_ptr(), storage_b.data_ptr()
+    if start_a + storage_a.nbytes() <= start_b or start_b + storage_b.nbytes() <= start_a:
         return False
-    if a.dim() and b.dim():
-        stride = abs(a.stride(0)) * a.element_size()
-        if stride and stride == abs(b.stride(0)) * b.element_size() and row_a <= stride and row_b <= stride:
-            gap = (start_b - start_a) % stride
-            return gap < row_a or gap + row_b > stride
-    return True
+    return _share_a_byte(b.data_ptr() - a.data_ptr(), _byte_dims(a), _byte_dims(b))
 
 
 def check_outputs(outputs: dict[str, torch.Tensor | None], inputs: dict[str, torch.Tensor | None]) -> None:
-    """Outputs overlap neither the inputs nor one another. Raises ValueError naming both."""
+    """Outputs overlap neither the inputs nor one another nor themselves. Raises ValueError naming both."""
     present = [(name, t) for name, t in outputs.items() if t is not None]
     for i, (name, tensor) in enumerate(present):
+        if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(f"{name}: expected a buffer with a place for each element, got an expanded one (strides {tensor.stride()})")
         for other_name, other in [*inputs.items(), *present[i + 1 :]]:
             if other is not None and overlaps(tensor, other):
                 raise ValueError(f"{name}: expected a buffer of its own, got one that overlaps {other_name}")

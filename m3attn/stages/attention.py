@@ -77,19 +77,21 @@ def check_attention(
         raise ValueError(f"fp8_pv: expected e4m3 q, K and V, got q {q.dtype}")
     if sink_key is not None:
         check_tensor("sink_key", sink_key, [heads, dim], SINK_DTYPES, device)
+    given = {"out": out, "lse_out": lse_out}
     shape = [tokens, heads, value.shape[3]]
     if out is None:
         out = torch.empty(shape, dtype=output_dtype(q), device=device)
     else:
         check_tensor("out", out, shape, [output_dtype(q)], device)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse: torch.Tensor | None = None
     if lse_out is not None:
-        lse = check_tensor("lse_out", lse_out, [tokens, heads], [torch.float32, torch.float64], device)
+        lse = check_tensor("lse_out", lse_out, [tokens, heads], [lse_dtype], device)
         if not lse.is_contiguous():
             raise ValueError(f"lse_out: expected a contiguous tensor, got strides {lse.stride()}")
     elif return_lse:
-        lse = torch.empty(tokens, heads, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=device)
-    check_outputs({"out": out, "lse_out": lse}, {"q": q, "cache.k": key, "cache.v": value, "ids": ids, "sink_key": sink_key})
+        lse = torch.empty(tokens, heads, dtype=lse_dtype, device=device)
+    check_outputs(given, {"q": q, "cache.k": key, "cache.v": value, "ids": ids, "sink_key": sink_key})
     k_scale, v_scale, _ = cache.scales()
     return AttentionInputs(
         call={
