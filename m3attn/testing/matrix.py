@@ -1,0 +1,56 @@
+"""The test matrix: implementations from the registry times cases. What an implementation declines is skipped with the registry's own reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import m3attn
+from m3attn.choice import reasons_against
+from m3attn.problem import Problem, arch_of
+from m3attn.registry import find
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+R = TypeVar("R")
+
+
+def arch() -> str:
+    return arch_of(torch.device(DEVICE))
+
+
+def keys(stage: str) -> list[Any]:
+    """One parameter an implementation of `stage`."""
+    marks = [pytest.mark.gpu] if DEVICE == "cuda" else []
+    return [pytest.param(i.key, id=i.key, marks=marks) for i in m3attn.implementations(stage)]
+
+
+def matrix(stage: str, xs: Iterable[Any], full: Iterable[Any]) -> list[Any]:
+    """(key, case) parameters: the small cases everywhere, the full list on a GPU."""
+    named = {f"xs-{case.id}": case for case in xs}
+    if DEVICE == "cuda":
+        named |= {case.id: case for case in full}
+    marks = [pytest.mark.gpu] if DEVICE == "cuda" else []
+    return [pytest.param(i.key, case, id=f"{i.key}-{name}", marks=marks) for i in m3attn.implementations(stage) for name, case in named.items()]
+
+
+def skip_if_declined(stage: str, key: str, problem: Problem) -> None:
+    """Skip with every reason the implementation gives against `problem`."""
+    implementation = find(stage, key)
+    assert implementation is not None, f"{stage} has no implementation {key!r}"
+    if reasons := reasons_against(implementation, problem):
+        pytest.skip("; ".join(reasons))
+
+
+def run_or_skip(stage: str, key: str, problem: Problem, call: Callable[[], R]) -> R:
+    """The result of `call`, or a skip if the implementation declines `problem`; declining and refusing must agree."""
+    implementation = find(stage, key)
+    assert implementation is not None, f"{stage} has no implementation {key!r}"
+    reasons = reasons_against(implementation, problem)
+    if reasons:
+        with pytest.raises(m3attn.UnsupportedProblem):
+            call()
+        pytest.skip("; ".join(reasons))
+    return call()
