@@ -176,10 +176,10 @@ class LayerCache:
             raise ValueError(f"cache.index_k: expected [pages, page_size, Di], got {tuple(self.index_k.shape)}")
         return typed_storage(self.index_k, self.index_dtype, argument="cache.index_k")
 
-    def scales(self) -> tuple[Scale, Scale, Scale]:
-        """k_scale, v_scale, index_k_scale, normalised."""
+    def scales(self, device: torch.device | None = None) -> tuple[Scale, Scale, Scale]:
+        """k_scale, v_scale, index_k_scale, normalised; tensors must lie on `device` where it is given."""
         return (
-            Scale.of(self.k_scale, argument="cache.k_scale"),
-            Scale.of(self.v_scale, argument="cache.v_scale"),
-            Scale.of(self.index_k_scale, argument="cache.index_k_scale"),
+            Scale.of(self.k_scale, argument="cache.k_scale", device=device),
+            Scale.of(self.v_scale, argument="cache.v_scale", device=device),
+            Scale.of(self.index_k_scale, argument="cache.index_k_scale", device=device),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -50,6 +51,15 @@ def check_int(argument: str, value: object, low: int, high: int | None = None) -
         limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{argument}: expected an int {limit}, got {value}")
     return value
+
+
+def check_number(argument: str, value: object) -> float:
+    """`value` as a float if it is a finite host number; a tensor would have to be read back from the device."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{argument}: expected a float, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{argument}: expected a finite number, got {value}")
+    return float(value)
 
 
 def check_batch(batch: object, device: torch.device, *, sparse: bool) -> PagedBatch:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from m3attn import registry
 from m3attn.builtin import PRIORITIES
@@ -54,7 +53,6 @@ class Explanation:
         return "\n".join(lines)
 
 
-@lru_cache(maxsize=64)
 def parse_choice(text: str) -> tuple[tuple[str, str], ...]:
     """`"triton"` or `"sparse_attention=triton,index_topk=reference"` -> pairs; the stage is "" for a bare key.
 
@@ -97,7 +95,6 @@ def use(choice: str) -> Iterator[None]:
     Raises:
         ValueError: an unknown stage or key.
     """
-    parse_choice.cache_clear()
     parse_choice(choice)
     token = _in_use.set(choice)
     try:

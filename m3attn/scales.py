@@ -21,11 +21,11 @@ class Scale:
     tensor: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, scale: ScaleLike | Scale, *, argument: str) -> Scale:
-        """Normalise None, a float or a one-element fp32 tensor.
+    def of(cls, scale: ScaleLike | Scale, *, argument: str, device: torch.device | None = None) -> Scale:
+        """Normalise None, a float or a one-element fp32 tensor on `device` (None: any).
 
         Raises:
-            ValueError: a float that is not finite and positive, or a tensor of another size.
+            ValueError: a float that is not finite and positive, or a tensor of another size or device.
             TypeError: another type, or a tensor that is not fp32.
         """
         if scale is None:
@@ -37,6 +37,8 @@ class Scale:
                 raise TypeError(f"{argument}: expected a one-element float32 tensor, got {scale.dtype}")
             if scale.numel() != 1:
                 raise ValueError(f"{argument}: expected a one-element float32 tensor, got shape {tuple(scale.shape)}")
+            if device is not None and scale.device != device:
+                raise ValueError(f"{argument}: expected a tensor on {device}, got one on {scale.device}")
             return cls(1.0, scale)
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"{argument}: expected None, a float or a one-element float32 tensor, got {type(scale).__name__}")

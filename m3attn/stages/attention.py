@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from m3attn.batch import LayerCache, PagedBatch
-from m3attn.checks import check_batch, check_key_value, check_outputs, check_tensor
+from m3attn.checks import check_batch, check_key_value, check_number, check_outputs, check_tensor
 from m3attn.dtypes import E4M3, E5M2, FLOAT_DTYPES, dtype_name, is_fp8
 from m3attn.operators import BATCH, KV_CACHE, pack, pack_batch, pack_kv_cache, pack_scale, scale_schema, unpack, unpack_kv_cache, unpack_scale
 from m3attn.problem import Problem, arch_of
@@ -92,15 +92,15 @@ def check_attention(
     elif return_lse:
         lse = torch.empty(tokens, heads, dtype=lse_dtype, device=device)
     check_outputs(given, {"q": q, "cache.k": key, "cache.v": value, "ids": ids, "sink_key": sink_key})
-    k_scale, v_scale, _ = cache.scales()
+    k_scale, v_scale, _ = cache.scales(device)
     return AttentionInputs(
         call={
             "q": q,
             "k": key,
             "v": value,
             "batch": batch,
-            "sm_scale": dim**-0.5 if sm_scale is None else float(sm_scale),
-            "q_scale": Scale.of(q_scale, argument="q_scale"),
+            "sm_scale": dim**-0.5 if sm_scale is None else check_number("sm_scale", sm_scale),
+            "q_scale": Scale.of(q_scale, argument="q_scale", device=device),
             "k_scale": k_scale,
             "v_scale": v_scale,
             "sink_key": sink_key,

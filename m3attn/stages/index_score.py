@@ -109,8 +109,8 @@ def _eager(
         index_q=index_q,
         index_k=index_k,
         batch=batch,
-        index_q_scale=Scale.of(index_q_scale, argument="index_q_scale"),
-        index_k_scale=cache.scales()[2],
+        index_q_scale=Scale.of(index_q_scale, argument="index_q_scale", device=index_q.device),
+        index_k_scale=cache.scales(index_q.device)[2],
         out=out,
     )
     device_checks.check_step(batch, tokens, num_pages=index_k.shape[0])

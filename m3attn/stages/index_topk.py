@@ -95,8 +95,8 @@ def _eager(
         topk=topk,
         init_blocks=init_blocks,
         local_blocks=local_blocks,
-        index_q_scale=Scale.of(index_q_scale, argument="index_q_scale"),
-        index_k_scale=cache.scales()[2],
+        index_q_scale=Scale.of(index_q_scale, argument="index_q_scale", device=index_q.device),
+        index_k_scale=cache.scales(index_q.device)[2],
         out=out,
         workspace=None,
     )

@@ -10,7 +10,7 @@ import torch
 from m3attn import device_checks
 from m3attn.batch import LayerCache
 from m3attn.calls import QkNormRopeInsertCall
-from m3attn.checks import check_int, check_outputs, check_tensor
+from m3attn.checks import check_int, check_number, check_outputs, check_tensor
 from m3attn.dtypes import E4M3, E5M2, FLOAT_DTYPES, dtype_name, is_fp8
 from m3attn.operators import (
     define,
@@ -101,7 +101,7 @@ def qk_norm_rope_insert(
     Raises:
         TypeError, ValueError: an argument that does not fit, by name.
     """
-    counts = HeadCounts(*heads)
+    counts, weights = _counts(heads), _norm_weights(weights)
     if torch.compiler.is_compiling():
         flat = _flatten(qkv, weights, positions, cos_sin, cache, slots, index_slots, counts, eps, q_out, index_q_out, skip_index)
         _out(*flat, *pack_scale(q_scale, "q_scale"), *pack_scale(index_q_scale, "index_q_scale"), impl)
@@ -109,6 +109,20 @@ def qk_norm_rope_insert(
     return _eager(
         qkv, weights, positions, cos_sin, cache, slots, index_slots, counts, eps, q_out, index_q_out, q_scale, index_q_scale, skip_index, impl
     )
+
+
+def _counts(heads: Sequence[int]) -> HeadCounts:
+    if len(heads) not in (2, 3):
+        raise ValueError(f"heads: expected (Hq, Hkv, Hi) or (Hq, Hkv), got {tuple(heads)}")
+    return HeadCounts(*heads)
+
+
+def _norm_weights(weights: Sequence[torch.Tensor | None]) -> NormWeights:
+    if not isinstance(weights, Sequence):
+        raise TypeError(f"weights: expected the norm weights of q, k, index_q, index_k, got {type(weights).__name__}")
+    if not 2 <= len(weights) <= 4:
+        raise ValueError(f"weights: expected the norm weights of q, k and, with an index branch, index_q, index_k, got {len(weights)}")
+    return NormWeights(*weights)  # type: ignore[arg-type]
 
 
 def _results(
@@ -152,7 +166,7 @@ def _eager(
     check_tensor("qkv", qkv, ["T", heads.row_width], ROW_DTYPES)
     device, tokens = qkv.device, qkv.shape[0]
     with_index = heads.index > 0 and not skip_index
-    norm = NormWeights(*weights)
+    norm = _norm_weights(weights)
     weight_dtypes = (torch.float32, qkv.dtype)
     check_tensor("weights.q", norm.q, [HEAD_DIM], weight_dtypes, device)
     check_tensor("weights.k", norm.k, [HEAD_DIM], weight_dtypes, device)
@@ -168,7 +182,7 @@ def _eager(
     k_scale = v_scale = index_k_scale = UNIT
     if cache is not None:
         k_cache, v_cache = cache.key_value()
-        k_scale, v_scale, index_k_scale = cache.scales()
+        k_scale, v_scale, index_k_scale = cache.scales(device)
         for name, tensor in (("cache.k", k_cache), ("cache.v", v_cache)):
             check_tensor(name, tensor, ["pages", heads.kv, "page_size", HEAD_DIM], (qkv.dtype, E4M3, E5M2), device)
         check_tensor("slots", slots, [tokens], INT_DTYPES, device)
@@ -188,7 +202,8 @@ def _eager(
         check_tensor("index_q_out", index_q_out, [tokens, heads.index, HEAD_DIM], out_dtypes, device)
     check_outputs(
         {"q_out": q_out, "index_q_out": index_q_out, "cache.k": k_cache, "cache.v": v_cache, "cache.index_k": index_cache},
-        {"qkv": qkv, "cos_sin": cos_sin, "positions": positions, "slots": slots, "index_slots": index_slots},
+        {"qkv": qkv, "cos_sin": cos_sin, "positions": positions, "slots": slots, "index_slots": index_slots}
+        | {f"weights.{name}": weight for name, weight in zip(NormWeights._fields, norm, strict=True)},
     )
     call = QkNormRopeInsertCall(
         qkv=qkv,
@@ -206,12 +221,14 @@ def _eager(
         num_q_heads=heads.q,
         num_kv_heads=heads.kv,
         num_index_heads=heads.index if with_index else 0,
-        eps=float(eps),
+        eps=check_number("eps", eps),
         q_out=q_out,
         index_q_out=index_q_out,
-        q_scale=_fp8_scale("q_scale", Scale.of(q_scale, argument="q_scale"), None if q_out is None else q_out.dtype),
+        q_scale=_fp8_scale("q_scale", Scale.of(q_scale, argument="q_scale", device=device), None if q_out is None else q_out.dtype),
         index_q_scale=_fp8_scale(
-            "index_q_scale", Scale.of(index_q_scale, argument="index_q_scale"), None if index_q_out is None else index_q_out.dtype
+            "index_q_scale",
+            Scale.of(index_q_scale, argument="index_q_scale", device=device),
+            None if index_q_out is None else index_q_out.dtype,
         ),
         k_scale=_fp8_scale("cache.k_scale", k_scale, None if k_cache is None else k_cache.dtype),
         v_scale=_fp8_scale("cache.v_scale", v_scale, None if v_cache is None else v_cache.dtype),

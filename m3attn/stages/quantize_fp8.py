@@ -79,9 +79,7 @@ def _eager(
         raise ValueError(f"x: expected 1 to 4 dimensions, got shape {list(x.shape)}")
     check_tensor("x", x, list(x.shape), FLOAT_DTYPES)
     mode, fp8 = _mode(scale), _fp8_dtype(dtype)
-    static = UNIT if isinstance(scale, str) else Scale.of(scale, argument="scale")
-    if static.tensor is not None and static.tensor.device != x.device:
-        raise ValueError(f"scale: expected a tensor on {x.device}, got one on {static.tensor.device}")
+    static = UNIT if isinstance(scale, str) else Scale.of(scale, argument="scale", device=x.device)
     if out is None:
         out = torch.empty(x.shape, dtype=fp8, device=x.device)
     else:
