@@ -35,6 +35,11 @@ def output_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if is_fp8(q.dtype) else q.dtype
 
 
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32; fp64 for fp64 queries, which only the reference takes."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def check_attention(
     q: Any,
     cache: LayerCache,
@@ -83,14 +88,13 @@ def check_attention(
         out = torch.empty(shape, dtype=output_dtype(q), device=device)
     else:
         check_tensor("out", out, shape, [output_dtype(q)], device)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse: torch.Tensor | None = None
     if lse_out is not None:
-        lse = check_tensor("lse_out", lse_out, [tokens, heads], [lse_dtype], device)
+        lse = check_tensor("lse_out", lse_out, [tokens, heads], [lse_dtype(q.dtype)], device)
         if not lse.is_contiguous():
             raise ValueError(f"lse_out: expected a contiguous tensor, got strides {lse.stride()}")
     elif return_lse:
-        lse = torch.empty(tokens, heads, dtype=lse_dtype, device=device)
+        lse = torch.empty(tokens, heads, dtype=lse_dtype(q.dtype), device=device)
     check_outputs(given, {"q": q, "cache.k": key, "cache.v": value, "ids": ids, "sink_key": sink_key})
     k_scale, v_scale, _ = cache.scales(device)
     return AttentionInputs(
@@ -182,8 +186,7 @@ def fake_outputs(flat: tuple[Any, ...], return_lse: bool) -> tuple[torch.Tensor,
     q, q_dtype, kv, v = flat[:4]
     dim = kv.shape[-1] // 2 if v is None else v.shape[-1]
     out = q.new_empty((q.shape[0], q.shape[1], dim), dtype=torch.bfloat16 if q_dtype is not None else q.dtype)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty((q.shape[0], q.shape[1]) if return_lse else (0,), dtype=lse_dtype)
+    return out, q.new_empty((q.shape[0], q.shape[1]) if return_lse else (0,), dtype=lse_dtype(q.dtype))
 
 
 def output_buffers(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from m3attn.calls import MergeAttentionStatesCall
-from m3attn.checks import check_tensor
+from m3attn.checks import check_outputs, check_tensor
 from m3attn.dtypes import FLOAT_DTYPES, dtype_name
 from m3attn.operators import define, nothing
 from m3attn.problem import Problem, arch_of
@@ -53,8 +53,13 @@ def _eager(
     check_tensor("out_b", out_b, [tokens, heads, dim], [out_a.dtype], device)
     check_tensor("lse_a", lse_a, [tokens, heads], [lse_dtype], device, unit_last_stride=False)
     check_tensor("lse_b", lse_b, [tokens, heads], [lse_dtype], device, unit_last_stride=False)
-    out = torch.empty(tokens, heads, dim, dtype=out_a.dtype, device=device) if out is None else out
-    lse = torch.empty(tokens, heads, dtype=lse_dtype, device=device) if lse is None else lse
+    if out is None or lse is None:
+        out = torch.empty(tokens, heads, dim, dtype=out_a.dtype, device=device)
+        lse = torch.empty(tokens, heads, dtype=lse_dtype, device=device)
+    else:
+        check_tensor("out", out, [tokens, heads, dim], [out_a.dtype], device)
+        check_tensor("lse", lse, [tokens, heads], [lse_dtype], device, unit_last_stride=False)
+        check_outputs({"out": out, "lse": lse}, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
     problem = Problem(arch=arch_of(device), num_q_heads=heads, head_dim=dim, q_dtype=dtype_name(out_a.dtype))
     call = MergeAttentionStatesCall(out_a, lse_a, out_b, lse_b, out, lse)
     execute("merge_attention_states", call, problem, impl, (out_a, lse_a, out_b, lse_b), device=device)

@@ -248,21 +248,16 @@ def _eager(
     return _results(qkv, heads, q_out, index_q_out, skip_index)
 
 
-_SCHEMA = (
-    "Tensor{qkv} qkv, Tensor q_weight, Tensor k_weight, Tensor? index_q_weight, Tensor? index_k_weight, Tensor positions, Tensor cos_sin, "
-    "Tensor{kv}? kv, Tensor{v}? v, str? kv_dtype, "
+_OUT_SCHEMA = (
+    "Tensor(a!) qkv, Tensor q_weight, Tensor k_weight, Tensor? index_q_weight, Tensor? index_k_weight, Tensor positions, Tensor cos_sin, "
+    "Tensor(b!)? kv, Tensor(c!)? v, str? kv_dtype, "
     + f"{scale_schema('k_scale')}, {scale_schema('v_scale')}, "
-    + "Tensor{index}? index_k, str? index_dtype, "
+    + "Tensor(d!)? index_k, str? index_dtype, "
     + f"{scale_schema('index_k_scale')}, "
     + "Tensor? slots, Tensor? index_slots, SymInt q_heads, SymInt kv_heads, SymInt index_heads, float eps, "
-    + "Tensor{q_out}? q_out, str? q_out_dtype, Tensor{index_q_out}? index_q_out, str? index_q_out_dtype, bool skip_index, "
+    + "Tensor(e!)? q_out, str? q_out_dtype, Tensor(f!)? index_q_out, str? index_q_out_dtype, bool skip_index, "
     + f"{scale_schema('q_scale')}, {scale_schema('index_q_scale')}, str? impl"
 )
-_MUTABLE = ("qkv", "kv", "v", "index", "q_out", "index_q_out")
-
-
-def _schema(mutable: bool) -> str:
-    return _SCHEMA.format(**{name: f"({letter}!)" if mutable else "" for letter, name in zip("abcdef", _MUTABLE, strict=True)})
 
 
 def _flatten(
@@ -327,16 +322,23 @@ def _run_out(*flat: Any) -> None:
     )
 
 
+_FUNCTIONAL_SCHEMA = (
+    "Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor? index_q_weight, Tensor? index_k_weight, Tensor positions, Tensor cos_sin, "
+    "SymInt q_heads, SymInt kv_heads, SymInt index_heads, float eps, bool skip_index, str? impl"
+)
+
+
 def _run_functional(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Without a cache: a copy of the row with q, k, index_q and index_k normalised and rotated."""
-    result = qkv.clone()
-    _run_out(result, *rest)
+    *weights, positions, cos_sin, q_heads, kv_heads, index_heads, eps, skip_index, impl = rest
+    result, heads = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device).copy_(qkv), HeadCounts(q_heads, kv_heads, index_heads)
+    _eager(result, weights, positions, cos_sin, None, None, None, heads, eps, None, None, None, None, skip_index, impl)
     return result
 
 
 def _fake(qkv: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(qkv)
+    return qkv.new_empty(qkv.shape)
 
 
-define("qk_norm_rope_insert", f"({_schema(mutable=False)}) -> Tensor", _run_functional, _fake)
-_out = define("qk_norm_rope_insert_out", f"({_schema(mutable=True)}) -> ()", _run_out, nothing)
+define("qk_norm_rope_insert", f"({_FUNCTIONAL_SCHEMA}) -> Tensor", _run_functional, _fake)
+_out = define("qk_norm_rope_insert_out", f"({_OUT_SCHEMA}) -> ()", _run_out, nothing)

@@ -12,7 +12,7 @@ from m3attn.calls import SparseAttentionCall
 from m3attn.checks import MAX_TOPK, check_int, check_tensor
 from m3attn.operators import define, nothing
 from m3attn.scales import ScaleLike
-from m3attn.stages.attention import COMMON, NUM_COMMON, check_attention, fake_outputs, flatten, output_buffers, unflatten
+from m3attn.stages.attention import COMMON, NUM_COMMON, check_attention, fake_outputs, flatten, lse_dtype, output_buffers, unflatten
 from m3attn.stages.execute import execute
 
 
@@ -117,7 +117,7 @@ def _eager(
 def _run_functional(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ids, return_lse = flat[NUM_COMMON:]
     result = _eager(ids=ids, return_lse=return_lse, out=None, lse_out=None, workspace=None, **unflatten(flat[:NUM_COMMON]))
-    return result if isinstance(result, tuple) else (result, result.new_empty((0,), dtype=torch.float32))
+    return result if isinstance(result, tuple) else (result, result.new_empty((0,), dtype=lse_dtype(result.dtype)))
 
 
 def _run_out(*flat: Any) -> None:
