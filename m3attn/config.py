@@ -82,7 +82,9 @@ class M3Config:
             path = Path(config)
             path = path / "config.json" if path.is_dir() else path
             config = json.loads(path.read_text())
-        text: Mapping[str, Any] = config.get("text_config", config)  # type: ignore[union-attr]
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config: expected a path or the content of a config.json, got {type(config).__name__}")
+        text: Mapping[str, Any] = config.get("text_config", config)
         return cls(**_shared_fields(text), **_sparse_fields(text))
 
 
@@ -123,6 +125,12 @@ def _shared_fields(text: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _refuse_other_heads(text: Mapping[str, Any], name: str, index_heads: int) -> None:
+    kv_heads = _need(text, "num_key_value_heads")
+    if index_heads != kv_heads:
+        raise ValueError(f"{name}: expected num_key_value_heads {kv_heads} (one index head a KV group), got {index_heads}")
+
+
 def _blocks_of(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
@@ -133,10 +141,12 @@ def _sparse_fields(text: Mapping[str, Any]) -> dict[str, Any]:
         return _flat_sparse_fields(text)
     layers = _need(text, "num_hidden_layers")
     freq = sparse.get("sparse_attention_freq", [1] * layers)
-    if len(freq) != layers:
-        raise ValueError(f"sparse_attention_freq: expected {layers} entries, one a layer, got {len(freq)}")
     _refuse_unless(sparse, "sparse_score_type", ("max",), "block scores are maxima")
     disabled = sparse.get("sparse_disable_index_value")
+    for name, entries in (("sparse_attention_freq", freq), ("sparse_disable_index_value", disabled)):
+        if entries is not None and len(entries) != layers:
+            raise ValueError(f"{name}: expected {layers} entries, one a layer, got {len(entries)}")
+    _refuse_other_heads(text, "sparse_num_index_heads", _need(sparse, "sparse_num_index_heads"))
     if disabled is not None:
         with_value = [i for i, (on, off) in enumerate(zip(freq, disabled, strict=True)) if on and not off]
         if with_value:
@@ -158,12 +168,15 @@ def _sparse_fields(text: Mapping[str, Any]) -> dict[str, Any]:
         "topk": _need(sparse, "sparse_topk_blocks"),
         "init_blocks": init,
         "local_blocks": local,
-        "sparse_layers": tuple(bool(f) and on for f in freq),
+        "sparse_layers": tuple(bool(f and on) for f in freq),
     }
 
 
 def _flat_sparse_fields(text: Mapping[str, Any]) -> dict[str, Any]:
     kinds = _need(text, "layer_types")
+    if len(kinds) != text.get("num_hidden_layers", len(kinds)):
+        raise ValueError(f"layer_types: expected {text['num_hidden_layers']} entries, one a layer, got {len(kinds)}")
+    _refuse_other_heads(text, "index_n_heads", _need(text, "index_n_heads"))
     unknown = sorted(set(kinds) - {"full_attention", "minimax_m3_sparse"})
     if unknown:
         raise ValueError(f"layer_types: expected full_attention or minimax_m3_sparse, got {unknown[0]!r}")
