@@ -41,9 +41,10 @@ def check_slots(argument: str, slots: torch.Tensor | None, capacity: int) -> Non
     """No slot named twice; negative ones and those at or beyond the capacity write nothing and are allowed."""
     if not enabled() or slots is None:
         return
-    live = slots[(slots >= 0) & (slots < capacity)]
-    ordered = live.sort().values
-    _refuse_first(f"{argument} (sorted)", ordered[1:], ordered[1:] == ordered[:-1], "each slot once")
+    ordered, rows = slots.sort(stable=True)
+    again = torch.zeros_like(slots, dtype=torch.bool)
+    again[rows[1:]] = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0) & (ordered[1:] < capacity)
+    _refuse_first(argument, slots, again, "each slot once")
 
 
 def check_ids(ids: torch.Tensor, num_blocks: int) -> None:
@@ -52,4 +53,5 @@ def check_ids(ids: torch.Tensor, num_blocks: int) -> None:
         return
     _refuse_first("ids", ids, (ids < -1) | (ids >= num_blocks), f"block ids from 0 to {num_blocks - 1}, or -1")
     later, earlier = ids[..., 1:], ids[..., :-1]
-    _refuse_first("ids", later, (later != -1) & ((later <= earlier) | (earlier == -1)), "ids ascending with -1 at the tail")
+    misplaced = (later != -1) & ((later <= earlier) | (earlier == -1))
+    _refuse_first("ids", ids, torch.nn.functional.pad(misplaced, (1, 0)), "ids ascending with -1 at the tail")
