@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from m3attn import registry
+from m3attn.checks import check_int
 from m3attn.choice import UnsupportedProblem, auto_order, disabled_by_switch, reasons_against
 from m3attn.dtypes import dtype_name
 from m3attn.problem import PHASES, Problem
@@ -81,6 +82,9 @@ def resolve_attention_mode(
     if not kv.startswith("fp8") and kv != own:
         raise ValueError(f"kv_cache_dtype: expected auto, {own}, fp8_e4m3 or fp8_e5m2 for a {own} layer, got {kv!r}")
     pages = DEFAULT_PAGE_SIZE if page_size is None else page_size
+    check_int("page_size", pages, 1)
+    if problem.num_index_heads and problem.block_size % pages:
+        raise ValueError(f"page_size: expected a divisor of block_size {problem.block_size} (a block is a whole number of pages), got {pages}")
     if page_size is None:
         reasons.append(f"page size {pages}: the default")
     if implementation is not None and not any(i.key == implementation for i in registry.implementations()):
