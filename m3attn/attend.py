@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from m3attn.batch import LayerCache, PagedBatch
-from m3attn.checks import check_tensor
+from m3attn.checks import check_int, check_tensor
 from m3attn.rules import find_rule
 from m3attn.stages.index_score import index_score
 from m3attn.stages.index_topk import index_topk
@@ -56,6 +56,11 @@ def paged(
     Raises:
         ValueError: shapes or offsets that do not fit.
     """
+    if not isinstance(k, torch.Tensor):
+        raise TypeError(f"k: expected a tensor, got {type(k).__name__}")
+    check_int("block_size", block_size, 1)
+    if page_size is not None:
+        check_int("page_size", page_size, 1)
     if k.dim() == 4:
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens: expected None for [B, S, Hkv, D] tensors, got offsets")
@@ -70,6 +75,7 @@ def paged(
         if cu_seqlens is None:
             raise ValueError(f"cu_seqlens: expected offsets for packed [T, Hkv, D] tensors, got None (k has shape {list(k.shape)})")
         check_tensor("k", k, ["T", "Hkv", "D"])
+        check_tensor("cu_seqlens", cu_seqlens, ["B + 1"], [torch.int32, torch.int64])
         offsets = [int(x) for x in cu_seqlens.tolist()]
         lengths = [b - a for a, b in pairwise(offsets)]
         if not offsets or offsets[0] != 0 or offsets[-1] != k.shape[0] or min(lengths, default=0) < 0:

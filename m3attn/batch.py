@@ -87,6 +87,8 @@ class PagedBatch:
             raise ValueError(f"max_seqlen_q: expected at least {longest_q}, the longest of q_lens, got {max_seqlen_q}")
         if max_seqlen_k < longest_k:
             raise ValueError(f"max_seqlen_k: expected at least {longest_k}, the longest of seq_lens, got {max_seqlen_k}")
+        if not isinstance(page_table, torch.Tensor):
+            raise TypeError(f"page_table: expected a tensor, got {type(page_table).__name__}")
         if page_table.dim() != 2 or page_table.shape[0] != len(q_lens):
             raise ValueError(f"page_table: expected [{len(q_lens)}, max_pages], got {tuple(page_table.shape)}")
         if page_size < 1:

@@ -264,8 +264,10 @@ def register(
     """
     if not key or not key.replace("_", "").replace("-", "").isalnum():
         raise ValueError(f"key: expected letters, digits, _ and -, got {key!r}")
+    if not isinstance(target, str) and not callable(target):
+        raise TypeError(f"target: expected a function fn(call) or 'module:function', got {type(target).__name__}")
     caps = capabilities if capabilities is not None else Capabilities(cpu="yes", equal_head_dims=False)
-    sources = (target.partition(":")[0],) if isinstance(target, str) else (target.__module__,)
+    sources = (target.partition(":")[0],) if isinstance(target, str) else (getattr(target, "__module__", ""),)
     add(
         Implementation(stage, key, target, caps, workspace, sources=sources, extra_reasons=extra_reasons, fp8_archs=fp8_archs),
         replace=replace,
@@ -280,6 +282,7 @@ def register(
 def unregister(stage: str, key: str) -> None:
     """Take a key of yours out again. Raises ValueError for an unknown or a built-in one."""
     global version
+    load_plugins()
     known = _table.get((stage, key))
     if known is None:
         raise ValueError(f"key: expected one registered for {stage}, got {key!r}")

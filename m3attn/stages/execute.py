@@ -51,8 +51,10 @@ def scratch_for(implementation: Implementation, shape: WorkShape, workspace: tor
         return None
     if workspace is None:
         return torch.empty(needed, dtype=torch.uint8, device=device)
-    if not isinstance(workspace, torch.Tensor) or not workspace.is_contiguous():
-        raise ValueError("workspace: expected a contiguous tensor")
+    if not isinstance(workspace, torch.Tensor):
+        raise TypeError(f"workspace: expected a tensor, got {type(workspace).__name__}")
+    if not workspace.is_contiguous() or workspace.data_ptr() % 16:
+        raise ValueError(f"workspace: expected a contiguous tensor that starts at a multiple of 16 bytes, got strides {workspace.stride()}")
     if workspace.device != device:
         raise ValueError(f"workspace: expected a tensor on {device}, got one on {workspace.device}")
     flat = workspace.reshape(-1).view(torch.uint8)
