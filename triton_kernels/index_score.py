@@ -27,24 +27,26 @@ MMA_ROWS: dict[str, str | int | None] = {"index_score_prefill_kernel": "BLOCK_M"
 SIZES = ["num_requests", "row_begin", "row_end", "max_seqlen_k", "num_blocks", "max_pages", "num_pages", "skip_blocks"]
 """Arguments whose value must not make another variant of a kernel."""
 GROUP_BLOCKS = tl.constexpr(8)
-"""Neighbouring block scores that are stored together: 32 bytes, the memory's sector."""
+"""Columns that -inf is stored to at a time: 32 bytes a row, the memory's sector."""
 
 
 @triton.jit
-def load_index_keys(
-    index_k_ptr, k_strides, page_table_ptr, page_table_stride, request, start, seq_len, max_pages, num_pages, PAGE_SIZE, BLOCK_N, DIM
-):
-    """The index keys at positions [start, start + BLOCK_N) of a request, [BLOCK_N, DIM]; anything at positions past seq_len."""
+def page_of_keys(page_table_ptr, page_table_stride, request, start, seq_len, max_pages, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys at positions [start, start + BLOCK_N) of a request lie: one physical page, or [BLOCK_N] of them where a page is smaller."""
+    position = start if PAGE_SIZE % BLOCK_N == 0 else start + tl.arange(0, BLOCK_N)
+    return physical_page(page_table_ptr, page_table_stride, request, position // PAGE_SIZE, max_pages, num_pages, position < seq_len)
+
+
+@triton.jit
+def load_index_keys(index_k_ptr, k_strides, page, start, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr):
+    """The index keys at positions start, start + 1, …, [BLOCK_N, DIM], from `page_of_keys`; past seq_len they may be anything."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, DIM)
     if PAGE_SIZE % BLOCK_N == 0:
-        page = physical_page(page_table_ptr, page_table_stride, request, start // PAGE_SIZE, max_pages, num_pages, start < seq_len)
         first_key = index_k_ptr + page * k_strides[0] + tl.cast(start % PAGE_SIZE, tl.int64) * k_strides[1]
         pointers = first_key + (offs_n.to(tl.int64) * k_strides[1])[:, None] + offs_d[None, :]
     else:
-        position = start + offs_n
-        page = physical_page(page_table_ptr, page_table_stride, request, position // PAGE_SIZE, max_pages, num_pages, position < seq_len)
-        key_offset = page * k_strides[0] + (position % PAGE_SIZE).to(tl.int64) * k_strides[1]
+        key_offset = page * k_strides[0] + ((start + offs_n) % PAGE_SIZE).to(tl.int64) * k_strides[1]
         pointers = index_k_ptr + key_offset[:, None] + offs_d[None, :]
     return tl.load(pointers)
 
@@ -98,7 +100,7 @@ def index_score_prefill_kernel(
     max_pages,
     num_pages,
     skip_blocks,  # tiles whose rows all see at most so many blocks need no scores
-    run_blocks,  # blocks a program scores, a multiple of GROUP_BLOCKS
+    run_blocks,  # blocks a program scores, a multiple of 8
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -125,7 +127,6 @@ def index_score_prefill_kernel(
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, DIM)
-    offs_g = tl.arange(0, GROUP_BLOCKS)
     token = offs_m // NUM_HEADS
     head = (offs_m % NUM_HEADS).to(tl.int64)
     row = (first_row + token).to(tl.int64)  # [BLOCK_M]
@@ -139,34 +140,26 @@ def index_score_prefill_kernel(
         )  # [BLOCK_M, DIM]
         queries = queries.to(DOT_TYPE)
         scale = load_scale(q_scale, q_scale_ptr) * load_scale(k_scale, k_scale_ptr)
-        group = tl.full([BLOCK_M, GROUP_BLOCKS], float("-inf"), tl.float32)
+        nothing = tl.full([BLOCK_M, BLOCKS_PER_TILE], float("-inf"), tl.float32)
+        best = nothing
         end_key = tl.minimum(num_visible, live_end * BLOCK_SIZE)
+        page = page_of_keys(page_table_ptr, page_table_stride, request, first_block * BLOCK_SIZE, seq_len, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
         for start in range(first_block * BLOCK_SIZE, end_key, BLOCK_N):
-            keys = load_index_keys(
-                index_k_ptr, k_strides, page_table_ptr, page_table_stride, request, start, seq_len, max_pages, num_pages, PAGE_SIZE, BLOCK_N, DIM
-            )  # [BLOCK_N, DIM]
+            keys = load_index_keys(index_k_ptr, k_strides, page, start, PAGE_SIZE, BLOCK_N, DIM)  # [BLOCK_N, DIM]
+            # One tile ahead, which keeps it out of the pipeline of loads: every stage of that holds keys.
+            page = page_of_keys(page_table_ptr, page_table_stride, request, start + BLOCK_N, seq_len, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
             logits = dot(queries, tl.trans(keys.to(DOT_TYPE)))  # [BLOCK_M, BLOCK_N]
             if start + BLOCK_N - 1 > first_position:
                 offs_n = start + tl.arange(0, BLOCK_N)
                 logits = tl.where(offs_n[None, :] <= position[:, None], logits, float("-inf"))
-            block = start // BLOCK_SIZE
-            if BLOCKS_PER_TILE == 1:
-                best = max_of_numbers(logits, axis=1)[:, None]  # [BLOCK_M, 1]
-            else:
-                best = max_of_numbers(tl.reshape(logits, [BLOCK_M, BLOCKS_PER_TILE, BLOCK_SIZE]), axis=2)  # [BLOCK_M, BLOCKS_PER_TILE]
-                best = tl.broadcast_to(best[:, None, :], [BLOCK_M, GROUP_BLOCKS // BLOCKS_PER_TILE, BLOCKS_PER_TILE])
-                best = tl.reshape(best, [BLOCK_M, GROUP_BLOCKS])
-            in_tile = offs_g // BLOCKS_PER_TILE == (block % GROUP_BLOCKS) // BLOCKS_PER_TILE
-            group = tl.where(in_tile[None, :], tl.maximum(group, best), group)
-            next_start = start + BLOCK_N
-            if (next_start % (GROUP_BLOCKS * BLOCK_SIZE) == 0) | (next_start >= end_key):
-                column = block // GROUP_BLOCKS * GROUP_BLOCKS
-                store_columns(out_rows, out_strides[2], column, num_blocks, group * scale, row_exists, GROUP_BLOCKS)
-                group = tl.full([BLOCK_M, GROUP_BLOCKS], float("-inf"), tl.float32)
+            blocks = tl.reshape(logits, [BLOCK_M, BLOCKS_PER_TILE, BLOCK_N // BLOCKS_PER_TILE])
+            best = tl.maximum(best, max_of_numbers(blocks, axis=2))  # [BLOCK_M, BLOCKS_PER_TILE]
+            is_block_end = True if BLOCK_N >= BLOCK_SIZE else ((start + BLOCK_N) % BLOCK_SIZE == 0) | (start + BLOCK_N >= end_key)
+            if is_block_end:
+                store_columns(out_rows, out_strides[2], start // BLOCK_SIZE, end_block, best * scale, row_exists, BLOCKS_PER_TILE)
+                best = nothing
     if FILL:
-        # The last group of live blocks already holds -inf behind them.
-        fill_begin = tl.maximum(first_block, (live_end + GROUP_BLOCKS - 1) // GROUP_BLOCKS * GROUP_BLOCKS)
-        fill_columns(out_rows, out_strides[2], fill_begin, end_block, GROUP_BLOCKS, row_exists, BLOCK_M, GROUP_BLOCKS)
+        fill_columns(out_rows, out_strides[2], tl.maximum(first_block, live_end), end_block, GROUP_BLOCKS, row_exists, BLOCK_M, GROUP_BLOCKS)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -232,23 +225,25 @@ def index_score_decode_kernel(
         )  # [BLOCK_C, DIM]
         queries = tl.trans(queries.to(DOT_TYPE))
         scale = load_scale(q_scale, q_scale_ptr) * load_scale(k_scale, k_scale_ptr)
-        best = tl.full([BLOCKS_PER_TILE, BLOCK_C], float("-inf"), tl.float32)
+        nothing = tl.full([BLOCKS_PER_TILE, BLOCK_C], float("-inf"), tl.float32)
+        best = nothing
+        page = page_of_keys(page_table_ptr, page_table_stride, request, first_key, seq_len, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
         for start in range(first_key, end_key, BLOCK_N):
-            keys = load_index_keys(
-                index_k_ptr, k_strides, page_table_ptr, page_table_stride, request, start, seq_len, max_pages, num_pages, PAGE_SIZE, BLOCK_N, DIM
-            )  # [BLOCK_N, DIM]
+            keys = load_index_keys(index_k_ptr, k_strides, page, start, PAGE_SIZE, BLOCK_N, DIM)  # [BLOCK_N, DIM]
+            # One tile ahead, which keeps it out of the pipeline of loads: every stage of that holds keys.
+            page = page_of_keys(page_table_ptr, page_table_stride, request, start + BLOCK_N, seq_len, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
             logits = dot(keys.to(DOT_TYPE), queries)  # [BLOCK_N, BLOCK_C]
             if start + BLOCK_N - 1 > first_position:
                 offs_n = start + tl.arange(0, BLOCK_N)
                 logits = tl.where(offs_n[:, None] <= position[None, :], logits, float("-inf"))
             blocks = tl.reshape(logits, [BLOCKS_PER_TILE, BLOCK_N // BLOCKS_PER_TILE, BLOCK_C])
             best = tl.maximum(best, max_of_numbers(blocks, axis=1))  # [BLOCKS_PER_TILE, BLOCK_C]
-            next_start = start + BLOCK_N
-            if (next_start % BLOCK_SIZE == 0) | (next_start >= end_key):
+            is_block_end = True if BLOCK_N >= BLOCK_SIZE else ((start + BLOCK_N) % BLOCK_SIZE == 0) | (start + BLOCK_N >= end_key)
+            if is_block_end:
                 columns = start // BLOCK_SIZE + tl.arange(0, BLOCKS_PER_TILE)
                 out_pointers = out_rows[None, :] + (columns.to(tl.int64) * out_strides[2])[:, None]
                 tl.store(out_pointers, best * scale, mask=row_exists[None, :] & (columns < num_live)[:, None])
-                best = tl.full([BLOCKS_PER_TILE, BLOCK_C], float("-inf"), tl.float32)
+                best = nothing
     if FILL:
         column = tl.program_id(0) * GROUP_BLOCKS
         step = tl.num_programs(0) * GROUP_BLOCKS
