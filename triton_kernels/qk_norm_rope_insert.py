@@ -49,7 +49,7 @@ class Rotation(NamedTuple):
 class Target(NamedTuple):
     """Where a group of heads goes: strides (token, head) without slots, (page, head, token) with them."""
 
-    out: Any
+    out: Any  # None: in place
     strides: Any
     value: Any  # of the scale, as `saturate.divisor` gives it
     scale: Any
@@ -108,7 +108,7 @@ def _rotated_group(
     tile, qkv_ptr, qkv_stride, num_tokens, first_head, weight_ptr, rotation, target, eps,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate BLOCK_ROWS heads of a group, and store them at `target`, or in place where it is None."""
+    """Normalise and rotate BLOCK_ROWS heads of a group, and store them at `target`, or in place without one."""
     token, head, inside = _group_rows(tile, num_tokens, HEADS, BLOCK_ROWS)
     source = qkv_ptr + token * qkv_stride + (first_head + head) * HEAD_DIM
     first, second, third, fourth = _load_parts(source, inside, HALF, HALF_BLOCK, TAIL_BLOCK)
@@ -129,7 +129,7 @@ def _rotated_group(
     fourth = fourth * inverse_rms * (1.0 + weight_4)
     parts = tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin), third, fourth
 
-    if target is None:
+    if target.out is None:
         tl.debug_barrier()  # a warp that repeats rows of another one must have read them before they change
         _store_parts(source, live, parts, None, None, HALF, HALF_BLOCK, TAIL_BLOCK)
     elif target.slots is None:
@@ -170,7 +170,7 @@ def _norm_rope_insert_kernel(
     k_begin = tl.cdiv(num_tokens * Q_HEADS, BLOCK_ROWS)
     kv_tiles = tl.cdiv(num_tokens * KV_HEADS, BLOCK_ROWS)
     v_begin = k_begin + kv_tiles
-    index_q_begin = v_begin if v_target is None else v_begin + kv_tiles
+    index_q_begin = v_begin if v_target.out is None else v_begin + kv_tiles
     index_k_begin = index_q_begin + tl.cdiv(num_tokens * INDEX_HEADS, BLOCK_ROWS)
     if tile < k_begin:
         _rotated_group(
@@ -183,7 +183,7 @@ def _norm_rope_insert_kernel(
             KV_HEADS, PAGE_SIZE, HALF, HALF_BLOCK, TAIL_BLOCK, BLOCK_ROWS,
         )  # fmt: skip
     elif tile < index_q_begin:
-        if v_target is not None:
+        if v_target.out is not None:
             _copied_group(tile - v_begin, qkv_ptr, qkv_stride, num_tokens, Q_HEADS + KV_HEADS, rotation, v_target, KV_HEADS, PAGE_SIZE, BLOCK_ROWS)
     elif tile < index_k_begin:
         if INDEX_HEADS > 0:
@@ -253,13 +253,16 @@ def qk_norm_rope_insert(call: QkNormRopeInsertCall) -> None:
     )
 
 
-def _rows_target(out: torch.Tensor | None, scale: Scale) -> Target | None:
+IN_PLACE = Target(out=None, strides=None, value=None, scale=None, slots=None, slot_stride=None, capacity=None)
+
+
+def _rows_target(out: torch.Tensor | None, scale: Scale) -> Target:
     if out is None:
-        return None
+        return IN_PLACE
     return Target(out, out.stride()[:2], *divisor(scale), slots=None, slot_stride=None, capacity=None)
 
 
-def _cache_target(cache: torch.Tensor | None, scale: Scale, slots: torch.Tensor | None) -> Target | None:
+def _cache_target(cache: torch.Tensor | None, scale: Scale, slots: torch.Tensor | None) -> Target:
     if cache is None:
-        return None
+        return IN_PLACE
     return Target(cache, cache.stride()[:3], *divisor(scale), slots=slots, slot_stride=slots.stride(0), capacity=cache.shape[0] * cache.shape[2])
