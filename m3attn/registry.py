@@ -149,7 +149,10 @@ _importable: dict[str, bool] = {}
 
 def _is_importable(package: str) -> bool:
     if package not in _importable:
-        _importable[package] = importlib.util.find_spec(package) is not None
+        try:
+            _importable[package] = importlib.util.find_spec(package) is not None
+        except ModuleNotFoundError:  # a part of a package that is absent
+            _importable[package] = False
     return _importable[package]
 
 
