@@ -2,7 +2,7 @@
 
 Scores become unsigned integers in the same order, forced blocks the largest of all, so that "forced first, then the best" is one ranking.
 A bisection over these integers finds the K-th largest; it counts, so it never sorts, and stops as soon as exactly K lie at or above it.
-Whoever lies above is chosen, of those equal to it the lowest ids; their ranks in id order are the places in the output.
+Where ties leave too many, a second bisection, over ids, keeps the lowest. A running count of the chosen is their place in the output.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ FORCED = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def rank_of_score(score):
-    """fp32 -> uint32 in the same order: NaN ranks as -inf, -0 as +0."""
-    score = tl.where(score == score, score, float("-inf"))
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 0, bits | 0x80000000, ~bits)
+    """fp32 -> uint32 in the same order, neither 0 nor FORCED: NaN ranks as -inf, -0 as +0."""
+    score = tl.where(score == score, score, float("-inf")) + 0.0  # -0.0 + 0.0 is +0.0
+    bits = score.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def kth_largest(rank, is_candidate, num_forced, num_chosen):
+def kth_largest(rank, num_forced, num_chosen):
     """[R] uint32: a bound for each row of `rank` [R, C] that its num_chosen [R] largest reach, and besides them only ties of the least of them."""
-    lowest = tl.min(tl.where(is_candidate, rank, FORCED), axis=1)
-    highest = tl.max(tl.where(is_candidate, rank, 0), axis=1)
     all_forced = num_forced == num_chosen
+    # Off by one and back, so that in unsigned arithmetic what is no block cannot be the lowest, nor a forced block the highest.
+    lowest = tl.min(rank - 1, axis=1) + 1
+    highest = tl.max(rank + 1, axis=1) - 1
     low = tl.where(all_forced, FORCED, lowest).to(tl.uint32)
     width = tl.where(all_forced, 1, highest - lowest + 1).to(tl.uint32)
     # At least num_chosen reach `low`; fewer reach low + width, or exactly that many reach `low` and width is 1.
@@ -49,6 +50,27 @@ def kth_largest(rank, is_candidate, num_forced, num_chosen):
         low = tl.where(count >= num_chosen, middle, low).to(tl.uint32)
         width = tl.where(count == num_chosen, 1, tl.where(count > num_chosen, width - half, half)).to(tl.uint32)
     return low
+
+
+@triton.jit
+def is_taken(rank, threshold, offs_c, last_tie):
+    """[R, C]: above the threshold, or equal to it with an id up to last_tie [R]."""
+    return rank > tl.where(offs_c[None, :] <= last_tie[:, None], threshold - 1, threshold)
+
+
+@triton.jit
+def last_tie_taken(rank, threshold, offs_c, num_chosen, C: tl.constexpr):
+    """[R] int32: the id up to which blocks equal to the threshold are taken, so that num_chosen [R] are: lower ids win."""
+    surplus = tl.sum((rank >= threshold).to(tl.int32), axis=1) - num_chosen
+    low = tl.zeros_like(num_chosen) - 1
+    high = low + C
+    # Too few are taken up to `low`, enough up to `high`.
+    while tl.max(tl.where(surplus > 0, high - low, 0), axis=0) > 1:
+        middle = low + (high - low) // 2
+        enough = tl.sum(is_taken(rank, threshold, offs_c, middle).to(tl.int32), axis=1) >= num_chosen
+        low = tl.where(enough, low, middle)
+        high = tl.where(enough, middle, high)
+    return high
 
 
 @triton.jit
@@ -67,15 +89,9 @@ def select_rows(
     score = tl.load(scores_rows[:, None] + offs_c.to(tl.int64)[None, :] * scores_stride, mask=is_read, other=0.0)
     rank = tl.where(is_candidate, rank_of_score(score), tl.where(is_live, FORCED, 0)).to(tl.uint32)
 
-    threshold = kth_largest(rank, is_candidate, num_local + num_init, num_chosen)[:, None]
-    above = (rank > threshold).to(tl.int32)
-    equal = (rank == threshold).to(tl.int32)
-    # One scan gives both places in id order: those equal to the threshold count in the low half, those above it in the high half.
-    places = tl.cumsum(equal + (above << 16), axis=1)
-    equal_place = places & 0xFFFF
-    ties_taken = (num_chosen - tl.sum(above, axis=1))[:, None]
-    is_chosen = (above > 0) | ((equal > 0) & (equal_place <= ties_taken))
-    place = (places >> 16) + tl.minimum(equal_place, ties_taken) - 1
+    threshold = kth_largest(rank, num_local + num_init, num_chosen)[:, None]
+    is_chosen = is_taken(rank, threshold, offs_c, last_tie_taken(rank, threshold, offs_c, num_chosen, C))
+    place = tl.cumsum(is_chosen.to(tl.int32), axis=1) - 1
     tl.store(out_rows[:, None] + place.to(tl.int64) * out_stride, tl.broadcast_to(offs_c[None, :], [R, C]), mask=is_chosen & row_exists[:, None])
 
 
