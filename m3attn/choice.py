@@ -145,7 +145,7 @@ def _failure(explanation: Explanation) -> str:
         listed = "; ".join(f"{key}: {', '.join(reasons)}" for key, reasons in explanation.reasons.items())
         return f"{explanation.stage}: no implementation can run {explanation.problem}: {listed}"
     (key, reasons), *_ = explanation.reasons.items()
-    others = [i.key for i in registry.implementations(explanation.stage) if i.key != key and not i.supports(explanation.problem)]
+    others = [i.key for i in registry.implementations(explanation.stage) if i.key != key and not reasons_against(i, explanation.problem)]
     remedy = f"; {', '.join(others)} can run it" if others else ""
     return f"{explanation.stage}: {key!r} ({explanation.chosen_by}) cannot run this: {'; '.join(reasons)}{remedy}"
 
@@ -213,6 +213,9 @@ def explain(stage: str, problem: Problem | None = None, *, impl: str | None = No
         problem = m3_problem(stage, **fields)
     elif fields:
         raise TypeError(f"explain: expected a problem or its fields, got both ({', '.join(fields)})")
+    from m3attn.rules import find_rule
+
+    find_rule(rule)
     explanation = _explain(stage, problem, impl, os.environ.get("M3ATTN_IMPL"))
     if stage == "index_topk" and rule != "topk":
         note = f"rule {rule!r}: the fused stage is not used; index_score runs, then the rule"
