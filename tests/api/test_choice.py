@@ -1,0 +1,317 @@
+"""Which implementation runs: impl=, then use(), then M3ATTN_IMPL, then auto; a named one runs or raises."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import pytest
+import torch
+from stage_calls import BUILDERS, python, registered
+
+import m3attn
+from m3attn.registry import INTERPRETER_HINT, STAGES, Capabilities
+
+STAGE = "select_blocks"
+
+
+def writes(value: int):
+    def run(call) -> None:
+        call.out.fill_(value)
+
+    return run
+
+
+def first_id(**options) -> int:
+    """The key that ran, told by what it wrote."""
+    return int(BUILDERS[STAGE]()(out=None, **options)[0, 0, 0])
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch):
+    """Keys one to four; `four` is auto's."""
+    monkeypatch.delenv("M3ATTN_IMPL", raising=False)
+    names = ("one", "two", "three", "four")
+    for number, name in enumerate(names, 1):
+        m3attn.register(STAGE, name, writes(number * 11), auto=name == "four")
+    yield
+    for name in names:
+        m3attn.unregister(STAGE, name)
+
+
+def test_order_of_choice(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_id() == 44
+    monkeypatch.setenv("M3ATTN_IMPL", "three")
+    assert first_id() == 33
+    with m3attn.use("two"):
+        assert first_id() == 22
+        assert first_id(impl="one") == 11
+        with m3attn.use("one"):
+            assert first_id() == 11
+        assert first_id() == 22
+    assert first_id() == 33
+    monkeypatch.setenv("M3ATTN_IMPL", "")
+    assert first_id() == 44
+
+
+def test_explain_names_who_chose(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert m3attn.explain(STAGE).chosen_by == "auto"
+    monkeypatch.setenv("M3ATTN_IMPL", "three")
+    assert (m3attn.explain(STAGE).chosen, m3attn.explain(STAGE).chosen_by) == ("three", "M3ATTN_IMPL")
+    with m3attn.use("two"):
+        assert (m3attn.explain(STAGE).chosen, m3attn.explain(STAGE).chosen_by) == ("two", "use(...)")
+    assert (m3attn.explain(STAGE, impl="one").chosen, m3attn.explain(STAGE, impl="one").chosen_by) == ("one", "impl=")
+
+
+def test_a_bare_key_applies_to_the_stages_that_have_it(keys: None) -> None:
+    with m3attn.use("one"):
+        assert first_id() == 11
+        assert m3attn.explain("index_score", arch="cpu").chosen_by == "auto"
+
+
+def test_pairs_apply_to_their_stage_and_win_over_a_bare_key(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with m3attn.use(f"reference, {STAGE}=two"):
+        assert first_id() == 22
+        assert (m3attn.explain("index_score").chosen, m3attn.explain("index_score").chosen_by) == ("reference", "use(...)")
+    with m3attn.use("index_score=reference"):
+        assert first_id() == 44
+    monkeypatch.setenv("M3ATTN_IMPL", f"{STAGE}=three,index_score=triton")
+    assert first_id() == 33
+    with m3attn.use("index_score=reference"):  # says nothing of this stage, so the environment still does
+        assert first_id() == 33
+
+
+@pytest.mark.parametrize(
+    "choice, message",
+    [
+        ("tritom", r"implementation choice 'tritom': 'tritom' is not a key of any stage; there are .*reference, .*triton"),
+        ("index_score=one", r"'one' is not a key of stage index_score; there are reference, triton"),
+        ("index_scores=triton", r"expected a stage among qk_norm_rope_insert, .*, got 'index_scores'"),
+        ("", "expected a key or stage=key pairs"),
+        (" , ", "expected a key or stage=key pairs"),
+        ("index_score=", r"'' is not a key of stage index_score"),
+    ],
+)
+def test_a_choice_that_names_nothing_raises_with_the_list(keys: None, choice: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=message), m3attn.use(choice):
+        pass
+    if choice:
+        monkeypatch.setenv("M3ATTN_IMPL", choice)
+        with pytest.raises(ValueError, match=message):
+            first_id()
+
+
+def test_impl_must_be_a_key_of_the_stage(keys: None) -> None:
+    with pytest.raises(ValueError, match="impl: expected one of reference, triton.* for index_score, got 'one'"):
+        BUILDERS["index_score"]()(impl="one")
+
+
+@pytest.mark.parametrize("how", ["impl", "use", "environment"])
+def test_a_named_choice_is_never_replaced(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with registered(STAGE, "refuses", writes(5), extra_reasons=lambda p: ["is on holiday", "has no page"]):
+        by = {"impl": "impl=", "use": r"use\(\.\.\.\)", "environment": "M3ATTN_IMPL"}[how]
+        message = rf"select_blocks: 'refuses' \({by}\) cannot run this: is on holiday; has no page; reference.* can run it"
+        if how == "environment":
+            monkeypatch.setenv("M3ATTN_IMPL", "refuses")
+        with pytest.raises(m3attn.UnsupportedProblem, match=message):
+            if how == "use":
+                with m3attn.use("refuses"):
+                    first_id()
+            else:
+                first_id(**({"impl": "refuses"} if how == "impl" else {}))
+
+
+@pytest.mark.parametrize("how", ["use", "environment"])
+def test_a_named_key_that_is_taken_out_raises(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    m3attn.register(STAGE, "leaves", writes(9))
+    if how == "environment":
+        monkeypatch.setenv("M3ATTN_IMPL", "leaves")
+        assert first_id() == 9
+        m3attn.unregister(STAGE, "leaves")
+        with pytest.raises(ValueError, match="'leaves' is not a key of any stage"):
+            first_id()
+    else:
+        with m3attn.use("leaves"):
+            assert first_id() == 9
+            m3attn.unregister(STAGE, "leaves")
+            with pytest.raises(ValueError, match="'leaves' is not a key of any stage"):
+                first_id()
+
+
+def test_a_replaced_key_runs_at_once() -> None:
+    with registered(STAGE, "mine", writes(1)):
+        assert first_id(impl="mine") == 1
+        m3attn.register(STAGE, "mine", writes(2), replace=True)
+        assert first_id(impl="mine") == 2
+
+
+def test_use_holds_for_its_thread_alone(keys: None) -> None:
+    seen: dict[str, int] = {}
+    started, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        seen["before"] = first_id()
+        with m3attn.use("two"):
+            started.set()
+            done.wait(10)
+            seen["inside"] = first_id()
+
+    with m3attn.use("one"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        started.wait(10)
+        seen["main"] = first_id()
+        done.set()
+        thread.join()
+    assert seen == {"before": 44, "inside": 22, "main": 11}
+
+
+def test_use_holds_for_its_task_alone(keys: None) -> None:
+    async def task(key: str, mine: asyncio.Event, other: asyncio.Event) -> int:
+        with m3attn.use(key):
+            mine.set()
+            await other.wait()
+            return first_id()
+
+    async def main() -> tuple[list[int], int]:
+        a, b = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(task("one", a, b), task("two", b, a)), first_id()
+
+    assert asyncio.run(main()) == ([11, 22], 44)
+
+
+def test_use_ends_with_an_exception(keys: None) -> None:
+    with pytest.raises(KeyError), m3attn.use("one"):
+        raise KeyError
+    assert first_id() == 44
+
+
+def test_auto_logs_once_what_it_took_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        registered(STAGE, "fast", writes(1), auto=True, extra_reasons=lambda p: ["needs a colder day"]),
+        caplog.at_level(logging.INFO, logger="m3attn"),
+    ):
+        for _ in range(3):
+            first_id()
+        assert [r.getMessage() for r in caplog.records] == ["select_blocks: auto took reference (fast refused: needs a colder day)"]
+        first_id(impl="reference")
+        assert len(caplog.records) == 1
+
+
+def test_no_implementation_at_all_raises_with_every_reason() -> None:
+    batch = m3attn.PagedBatch.from_lengths([1], [1], torch.zeros(1, 1, dtype=torch.int32), page_size=16, block_size=16)
+    problem = m3attn.Problem("sm_90", page_size=batch.page_size)
+    explained = m3attn.explain(STAGE, problem)
+    assert explained.chosen == "triton" and explained.reasons == {"triton": (), "reference": ()}
+    meta = BUILDERS[STAGE]().arguments["scores"].to("meta")
+    with pytest.raises((ValueError, m3attn.UnsupportedProblem), match="batch.seq_lens: expected a tensor on meta, got one on cpu"):
+        BUILDERS[STAGE]()(scores=meta, out=None)
+
+
+def test_explain_prints_every_candidate_and_reason() -> None:
+    text = str(m3attn.explain("sparse_attention", arch="sm_90", head_dim=48, phase="decode"))
+    assert text.splitlines() == [
+        "sparse_attention on sm_90 (decode, bf16): reference, by auto",
+        "  triton: head dim 48: takes 64, 128, 192, 256",
+        "  reference: takes it",
+    ]
+    text = str(m3attn.explain("sparse_attention", arch="sm_90", impl="triton", head_dim=48))
+    assert "nothing can run, by impl=" in text and "head dim 48: takes 64, 128, 192, 256" in text
+
+
+def test_explain_says_that_a_rule_skips_the_fused_stage() -> None:
+    assert "rule 'window': the fused stage is not used" in str(m3attn.explain("index_topk", arch="sm_90", rule="window"))
+    assert m3attn.explain("index_topk", arch="sm_90").notes == ()
+    with pytest.raises(ValueError, match="rule: expected one of topk, shared_heads, window.*got 'widow'"):
+        m3attn.explain("index_topk", arch="sm_90", rule="widow")
+
+
+def test_explain_takes_a_problem_or_fields() -> None:
+    with pytest.raises(TypeError, match="expected a problem or its fields, got both"):
+        m3attn.explain("sparse_attention", m3attn.Problem("sm_90"), arch="sm_80")
+    with pytest.raises(ValueError, match="fields: expected fields of Problem .*got headdim"):
+        m3attn.explain("sparse_attention", headdim=64)
+
+
+def test_the_architecture_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("M3ATTN_ARCH", "sm_100a")
+    assert m3attn.info()["arch"] == "sm_100"
+    explained = m3attn.explain("sparse_attention")
+    assert (explained.problem.arch, explained.chosen) == ("sm_100", "triton")
+    monkeypatch.setenv("M3ATTN_ARCH", "sm_75")
+    assert m3attn.explain("sparse_attention").chosen == "reference"
+    monkeypatch.setenv("M3ATTN_ARCH", "sm_100")
+    assert torch.equal(BUILDERS[STAGE]()(out=None), BUILDERS[STAGE]()(out=None, impl="reference"))  # CPU tensors stay with the reference
+    monkeypatch.setenv("M3ATTN_ARCH", "blackwell")
+    with pytest.raises(ValueError, match="arch: expected cpu, or a form of sm_90"):
+        m3attn.info()
+
+
+def test_disabled_cute_is_named_and_changes_auto_to_what_it_is_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = m3attn.explain(STAGE, arch="sm_90")
+    with registered(STAGE, "cute_sm90", writes(1), auto=True, capabilities=Capabilities(archs=("sm_90",), cpu="yes")):
+        assert m3attn.explain(STAGE, arch="sm_90").chosen == "cute_sm90"
+        assert first_id() == 1
+        monkeypatch.setenv("M3ATTN_DISABLE_CUTE", "1")
+        off = m3attn.explain(STAGE, arch="sm_90")
+        assert off.chosen == without.chosen == "triton"
+        assert off.reasons["cute_sm90"] == ("switched off by M3ATTN_DISABLE_CUTE=1",)
+        assert first_id() != 1
+        with pytest.raises(m3attn.UnsupportedProblem, match="'cute_sm90' .* cannot run this: switched off by M3ATTN_DISABLE_CUTE=1"):
+            first_id(impl="cute_sm90")
+        with pytest.raises(m3attn.UnsupportedProblem, match="switched off by M3ATTN_DISABLE_CUTE=1"), m3attn.use("cute_sm90"):
+            first_id()
+        with (
+            registered(STAGE, "refuses", writes(5), extra_reasons=lambda p: ["is on holiday"]),
+            pytest.raises(m3attn.UnsupportedProblem) as refusal,
+        ):
+            first_id(impl="refuses")
+        assert "cute_sm90" not in str(refusal.value)
+        monkeypatch.setenv("M3ATTN_DISABLE_CUTE", "0")
+        assert first_id(impl="cute_sm90") == 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_auto_takes_the_reference_for_cpu_tensors(stage: str) -> None:
+    explained = m3attn.explain(stage, arch="cpu")
+    assert (explained.chosen, explained.chosen_by) == ("reference", "auto")
+    assert list(explained.reasons) == ["reference"]
+
+
+def test_triton_on_cpu_tensors_needs_the_interpreter_and_says_so() -> None:
+    assert INTERPRETER_HINT == (
+        "CPU tensors need Triton's interpreter, switched on before the kernels are imported: set TRITON_INTERPRET=1 or call "
+        "m3attn.interpret() first (or pass impl='reference')"
+    )
+    printed = python(
+        f"""
+import torch, m3attn
+batch = m3attn.PagedBatch.from_lengths([1], [1], torch.zeros(1, 1, dtype=torch.int32), page_size=16, block_size=16)
+scores = torch.zeros(1, 1, 1)
+try:
+    m3attn.select_blocks(scores, batch, impl="triton")
+except m3attn.UnsupportedProblem as error:
+    assert {INTERPRETER_HINT!r} in str(error), error
+    assert "reference can run it" in str(error)
+else:
+    raise SystemExit("triton ran without the interpreter")
+assert m3attn.select_blocks(scores, batch).tolist() == [[[0] + [-1] * 15]]
+m3attn.interpret()
+assert m3attn.select_blocks(scores, batch, impl="triton").tolist() == [[[0] + [-1] * 15]]
+print("done")
+"""
+    )
+    assert "done" in printed
+
+
+def test_interpret_after_the_kernels_are_imported_raises() -> None:
+    python("""
+import m3attn, m3attn.triton_kernels.primitives
+try:
+    m3attn.interpret()
+except RuntimeError as error:
+    assert "before the Triton kernels are imported; set TRITON_INTERPRET=1" in str(error), error
+else:
+    raise SystemExit("interpret() came too late and said nothing")
+""")
