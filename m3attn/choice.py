@@ -88,6 +88,14 @@ def _named(text: str, stage: str) -> str | None:
     return None
 
 
+def named_in_force(stage: str, environment: str | None) -> tuple[str | None, str]:
+    """The key that `use(...)` or else `M3ATTN_IMPL` (`environment`) names for a stage and which of them does; (None, `auto`) if neither."""
+    for text, source in ((_in_use.get(), "use(...)"), (environment, "M3ATTN_IMPL")):
+        if text and (key := _named(text, stage)) is not None:
+            return key, source
+    return None, "auto"
+
+
 @contextmanager
 def use(choice: str) -> Iterator[None]:
     """Choose implementations inside the block, for this thread and task: a key, or `stage=key` pairs joined by commas.
@@ -179,11 +187,7 @@ def _explain(stage: str, problem: Problem, impl: str | None, environment: str | 
             raise ValueError(f"impl: expected one of {keys} for {stage}, got {impl!r}")
         named, by = impl, "impl="
     else:
-        named, by = None, "auto"
-        for text, source in ((_in_use.get(), "use(...)"), (environment, "M3ATTN_IMPL")):
-            if text and (named := _named(text, stage)) is not None:
-                by = source
-                break
+        named, by = named_in_force(stage, environment)
     if named is not None:
         implementation = registry.find(stage, named)
         assert implementation is not None

@@ -10,7 +10,7 @@ import torch
 
 from m3attn import registry
 from m3attn.checks import check_int
-from m3attn.choice import UnsupportedProblem, auto_order, disabled_by_switch, reasons_against
+from m3attn.choice import UnsupportedProblem, auto_order, disabled_by_switch, named_in_force, reasons_against
 from m3attn.dtypes import dtype_name
 from m3attn.problem import PHASES, Problem
 
@@ -93,7 +93,7 @@ def resolve_attention_mode(
     if implementation is not None and (switch := disabled_by_switch(implementation)):
         raise UnsupportedProblem(f"implementation: {implementation!r} is switched off by {switch}")
 
-    fp8, why = _fp8_attention(problem, kv, implementation)
+    fp8, why = _fp8_attention(problem, kv, _named(implementation, "sparse_attention"))
     reasons.append(why)
     mode = "fp8" if fp8 else "widen" if kv.startswith("fp8") else own
     if kv == "fp8_e5m2":
@@ -108,13 +108,20 @@ def resolve_attention_mode(
     chosen: dict[str, str] = {}
     for stage in ("sparse_attention", "dense_attention", *(INDEX_STAGES if problem.num_index_heads else ())):
         for phase in PHASES:
-            key, notes = _choose(stage, replace(resolved, phase=phase), implementation)
+            key, notes = _choose(stage, replace(resolved, phase=phase), _named(implementation, stage))
             chosen[f"{stage}/{phase}"] = key
             reasons += notes
     return AttentionMode(mode, q, kv, index, index, pages, chosen, tuple(dict.fromkeys(reasons)))
 
 
-def _fp8_attention(problem: Problem, kv: str, implementation: str | None) -> tuple[bool, str]:
+def _named(implementation: str | None, stage: str) -> str | None:
+    """The key that is named for a stage: by the argument if the stage has it, else by the choice in force."""
+    if implementation is not None and registry.find(stage, implementation) is not None:
+        return implementation
+    return named_in_force(stage, os.environ.get("M3ATTN_IMPL"))[0]
+
+
+def _fp8_attention(problem: Problem, kv: str, named: str | None) -> tuple[bool, str]:
     """Whether attention runs in fp8, and the sentence that says why."""
     if not kv.startswith("fp8"):
         return False, f"mode {problem.q_dtype}: the cache is {kv}"
@@ -125,22 +132,22 @@ def _fp8_attention(problem: Problem, kv: str, implementation: str | None) -> tup
     able = [i.key for i in registry.implementations("sparse_attention") if problem.arch in i.fp8_archs and disabled_by_switch(i.key) is None]
     if not able:
         return False, f"mode widen: no implementation declares fp8 attention for {problem.arch}"
-    if implementation is not None and implementation not in able:
-        return False, f"mode widen: {implementation!r} is named and declares no fp8 attention for {problem.arch}"
+    if named is not None and named not in able:
+        return False, f"mode widen: {named!r} is named and declares no fp8 attention for {problem.arch}"
     return True, f"mode fp8: an e4m3 cache, and {', '.join(able)} run fp8 attention on {problem.arch}"
 
 
-def _choose(stage: str, problem: Problem, implementation: str | None) -> tuple[str, list[str]]:
+def _choose(stage: str, problem: Problem, named: str | None) -> tuple[str, list[str]]:
     """The key that runs a stage, and what it says of those it passed over."""
-    if implementation is not None and registry.find(stage, implementation) is not None:
-        named = registry.find(stage, implementation)
-        assert named is not None
-        if reasons := reasons_against(named, problem):
+    if named is not None:
+        implementation = registry.find(stage, named)
+        assert implementation is not None
+        if reasons := reasons_against(implementation, problem):
             others = [k for k in auto_order(stage, problem) if (i := registry.find(stage, k)) and not reasons_against(i, problem)]
             remedy = f"; {', '.join(others)} can run it" if others else ""
-            raise UnsupportedProblem(f"{stage}: {implementation!r} cannot run this: {'; '.join(reasons)}{remedy}")
-        return implementation, []
-    notes = []
+            raise UnsupportedProblem(f"{stage}: {named!r} cannot run this: {'; '.join(reasons)}{remedy}")
+        return named, []
+    notes: list[str] = []
     for key in auto_order(stage, problem):
         candidate = registry.find(stage, key)
         assert candidate is not None
