@@ -103,7 +103,7 @@ def test_a_choice_that_names_nothing_raises_with_the_list(keys: None, choice: st
 
 
 def test_impl_must_be_a_key_of_the_stage(keys: None) -> None:
-    with pytest.raises(ValueError, match="impl: expected one of reference, triton.* for index_score, got 'one'"):
+    with pytest.raises(ValueError, match=r"impl: expected one of reference, triton.* for index_score, got 'one'"):
         BUILDERS["index_score"]()(impl="one")
 
 
@@ -129,13 +129,13 @@ def test_a_named_key_that_is_taken_out_raises(how: str, monkeypatch: pytest.Monk
         monkeypatch.setenv("M3ATTN_IMPL", "leaves")
         assert first_id() == 9
         m3attn.unregister(STAGE, "leaves")
-        with pytest.raises(ValueError, match="'leaves' is not a key of any stage"):
+        with pytest.raises(ValueError, match=r"'leaves' is not a key of any stage"):
             first_id()
     else:
         with m3attn.use("leaves"):
             assert first_id() == 9
             m3attn.unregister(STAGE, "leaves")
-            with pytest.raises(ValueError, match="'leaves' is not a key of any stage"):
+            with pytest.raises(ValueError, match=r"'leaves' is not a key of any stage"):
                 first_id()
 
 
@@ -205,7 +205,7 @@ def test_no_implementation_at_all_raises_with_every_reason() -> None:
     explained = m3attn.explain(STAGE, problem)
     assert explained.chosen == "triton" and explained.reasons == {"triton": (), "reference": ()}
     meta = BUILDERS[STAGE]().arguments["scores"].to("meta")
-    with pytest.raises((ValueError, m3attn.UnsupportedProblem), match="batch.seq_lens: expected a tensor on meta, got one on cpu"):
+    with pytest.raises((ValueError, m3attn.UnsupportedProblem), match=r"batch.seq_lens: expected a tensor on meta, got one on cpu"):
         BUILDERS[STAGE]()(scores=meta, out=None)
 
 
@@ -223,14 +223,14 @@ def test_explain_prints_every_candidate_and_reason() -> None:
 def test_explain_says_that_a_rule_skips_the_fused_stage() -> None:
     assert "rule 'window': the fused stage is not used" in str(m3attn.explain("index_topk", arch="sm_90", rule="window"))
     assert m3attn.explain("index_topk", arch="sm_90").notes == ()
-    with pytest.raises(ValueError, match="rule: expected one of topk, shared_heads, window.*got 'widow'"):
+    with pytest.raises(ValueError, match=r"rule: expected one of topk, shared_heads, window.*got 'widow'"):
         m3attn.explain("index_topk", arch="sm_90", rule="widow")
 
 
 def test_explain_takes_a_problem_or_fields() -> None:
-    with pytest.raises(TypeError, match="expected a problem or its fields, got both"):
+    with pytest.raises(TypeError, match=r"expected a problem or its fields, got both"):
         m3attn.explain("sparse_attention", m3attn.Problem("sm_90"), arch="sm_80")
-    with pytest.raises(ValueError, match="fields: expected fields of Problem .*got headdim"):
+    with pytest.raises(ValueError, match=r"fields: expected fields of Problem .*got headdim"):
         m3attn.explain("sparse_attention", headdim=64)
 
 
@@ -244,7 +244,7 @@ def test_the_architecture_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("M3ATTN_ARCH", "sm_100")
     assert torch.equal(BUILDERS[STAGE]()(out=None), BUILDERS[STAGE]()(out=None, impl="reference"))  # CPU tensors stay with the reference
     monkeypatch.setenv("M3ATTN_ARCH", "blackwell")
-    with pytest.raises(ValueError, match="arch: expected cpu, or a form of sm_90"):
+    with pytest.raises(ValueError, match=r"arch: expected cpu, or a form of sm_90"):
         m3attn.info()
 
 
@@ -258,9 +258,9 @@ def test_disabled_cute_is_named_and_changes_auto_to_what_it_is_without(monkeypat
         assert off.chosen == without.chosen == "triton"
         assert off.reasons["cute_sm90"] == ("switched off by M3ATTN_DISABLE_CUTE=1",)
         assert first_id() != 1
-        with pytest.raises(m3attn.UnsupportedProblem, match="'cute_sm90' .* cannot run this: switched off by M3ATTN_DISABLE_CUTE=1"):
+        with pytest.raises(m3attn.UnsupportedProblem, match=r"'cute_sm90' .* cannot run this: switched off by M3ATTN_DISABLE_CUTE=1"):
             first_id(impl="cute_sm90")
-        with pytest.raises(m3attn.UnsupportedProblem, match="switched off by M3ATTN_DISABLE_CUTE=1"), m3attn.use("cute_sm90"):
+        with pytest.raises(m3attn.UnsupportedProblem, match=r"switched off by M3ATTN_DISABLE_CUTE=1"), m3attn.use("cute_sm90"):
             first_id()
         with (
             registered(STAGE, "refuses", writes(5), extra_reasons=lambda p: ["is on holiday"]),

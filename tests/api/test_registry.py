@@ -25,17 +25,17 @@ def test_reference_and_triton_stand_for_every_stage() -> None:
 
 
 def test_an_unknown_stage_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match="stage: expected one of .*index_topk.*got 'index_top'"):
+    with pytest.raises(ValueError, match=r"stage: expected one of .*index_topk.*got 'index_top'"):
         m3attn.implementations("index_top")
-    with pytest.raises(ValueError, match="stage: expected one of .*got 'nope'"):
+    with pytest.raises(ValueError, match=r"stage: expected one of .*got 'nope'"):
         m3attn.register("nope", "mine", nothing)
-    with pytest.raises(ValueError, match="stage: expected one of .*got 'nope'"):
+    with pytest.raises(ValueError, match=r"stage: expected one of .*got 'nope'"):
         m3attn.explain("nope")
 
 
 @pytest.mark.parametrize("key", ["", "a b", "a,b", "a=b"])
 def test_a_key_that_no_choice_could_name_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match="key: expected letters"):
+    with pytest.raises(ValueError, match=r"key: expected letters"):
         m3attn.register("select_blocks", key, nothing)
 
 
@@ -47,7 +47,7 @@ def test_a_target_that_cannot_run_is_refused() -> None:
 def test_a_duplicate_key_raises_and_replace_replaces() -> None:
     first, second = (lambda call: None), (lambda call: None)
     with registered("select_blocks", "mine", first):
-        with pytest.raises(ValueError, match="key: 'mine' is already registered for select_blocks; pass replace=True"):
+        with pytest.raises(ValueError, match=r"key: 'mine' is already registered for select_blocks; pass replace=True"):
             m3attn.register("select_blocks", "mine", second)
         assert find("select_blocks", "mine").load() is first
         m3attn.register("select_blocks", "mine", second, replace=True)
@@ -66,7 +66,7 @@ def test_built_in_keys_can_be_neither_replaced_nor_taken_out(key: str) -> None:
 
 
 def test_an_unknown_key_cannot_be_taken_out() -> None:
-    with pytest.raises(ValueError, match="key: expected one registered for sparse_attention, got 'mine'"):
+    with pytest.raises(ValueError, match=r"key: expected one registered for sparse_attention, got 'mine'"):
         m3attn.unregister("sparse_attention", "mine")
 
 
@@ -154,7 +154,7 @@ def test_every_architecture_is_supported_or_refused_with_a_reason(stage: str, ar
 
 
 def test_an_architecture_that_is_none_raises() -> None:
-    with pytest.raises(ValueError, match="arch: expected cpu, or a form of sm_90 such as sm_90a or 9.0, got 'hopper'"):
+    with pytest.raises(ValueError, match=r"arch: expected cpu, or a form of sm_90 such as sm_90a or 9.0, got 'hopper'"):
         m3attn.explain("sparse_attention", arch="hopper")
 
 
@@ -171,7 +171,7 @@ def test_a_capability_check_that_throws_is_raised_never_a_silent_no() -> None:
             lambda: m3attn.resolve_attention_mode(problem),
             lambda: find("sparse_attention", "mine").supports(problem),
         ):
-            with pytest.raises(ZeroDivisionError, match="a bug in a capability check"):
+            with pytest.raises(ZeroDivisionError, match=r"a bug in a capability check"):
                 ask()
 
 
@@ -214,7 +214,7 @@ print(m3attn.explain("select_blocks", arch="sm_90"))
 
 
 def test_source_of_an_unknown_key_lists_those_there_are() -> None:
-    with pytest.raises(ValueError, match="impl: expected one of reference, triton.* for select_blocks, got 'tritom'"):
+    with pytest.raises(ValueError, match=r"impl: expected one of reference, triton.* for select_blocks, got 'tritom'"):
         m3attn.source("select_blocks", "tritom")
 
 
