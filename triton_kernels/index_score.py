@@ -305,7 +305,7 @@ DECODE_SETTINGS: dict[tuple[str, int], DecodeSettings] = {
     ("sm_100", 2): DecodeSettings(128, 128, 4, 3, 2),
     ("sm_100", 1): DecodeSettings(128, 128, 4, 4, 2),
     ("sm_100", 4): DecodeSettings(32, 32, 4, 2, 4),
-    ("sm_80", 2): DecodeSettings(128, 128, 4, 3, 2),
+    ("sm_80", 2): DecodeSettings(128, 64, 4, 3, 2),
     ("sm_80", 4): DecodeSettings(32, 32, 4, 2, 4),
     ("small", 2): DecodeSettings(64, 128, 4, 3, 2),
     ("small", 1): DecodeSettings(128, 128, 4, 3, 2),

@@ -52,11 +52,12 @@ def row_positions(batch, num_rows):
 
 def expected_scores(index_q, index_k, batch, scale=1.0):
     scores = torch.full((index_q.shape[1], index_q.shape[0], batch.num_blocks), -INF, dtype=torch.float64)
+    index_k = index_k.to(torch.float64)
     for row, (request, position) in enumerate(row_positions(batch, index_q.shape[0])):
         for block in range(position // batch.block_size + 1):
             visible = torch.arange(block * batch.block_size, min((block + 1) * batch.block_size, position + 1))
             pages = batch.page_table[request, visible // batch.page_size].long()
-            keys = index_k.to(torch.float64)[pages, visible % batch.page_size]
+            keys = index_k[pages, visible % batch.page_size]
             products = keys @ index_q[row].to(torch.float64).T
             scores[:, row, block] = torch.where(products.isnan(), -INF, products).max(dim=0).values * scale
     return scores
