@@ -30,7 +30,7 @@ INDEX_LAYOUTS = ("plain", "layers", "interleaved")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's lengths. `padded_rows` query rows stand behind the last request; `slack` is added to the host bound of seq_lens."""
+    """A step's lengths. `padded_rows` query rows stand behind the last request; `slack_q` and `slack` are added to the host bounds."""
 
     name: str
     q_lens: tuple[int, ...]
@@ -38,6 +38,7 @@ class Step:
     page_size: int = 128
     block_size: int = 128
     padded_rows: int = 0
+    slack_q: int = 0
     slack: int = 0
 
     @property
@@ -46,7 +47,7 @@ class Step:
 
     @property
     def max_seqlen_q(self) -> int:
-        return max(self.q_lens, default=0)
+        return max(self.q_lens, default=0) + self.slack_q
 
     @property
     def max_seqlen_k(self) -> int:
@@ -231,10 +232,10 @@ class QuantizeCase:
         return f"{shape}-{dtype_name(self.dtype)}-{dtype_name(self.out_dtype)}-{self.scale}" + (f"-pad{self.padding}" if self.padding else "")
 
 
-XS_DECODE = Step("decode", (1, 1, 1, 1), (1, 0, 37, 64), page_size=16, block_size=16, padded_rows=1)
-XS_VERIFY = Step("verify", (2, 0, 4, 1), (40, 17, 3, 33), page_size=16, block_size=32, slack=40)
-XS_PREFILL = Step("prefill", (18, 1, 0, 3), (18, 50, 30, 2), page_size=16, block_size=16, padded_rows=2)
-XS_CHUNK = Step("chunk", (17, 2), (49, 35), page_size=32, block_size=32)
+XS_DECODE = Step("tiny_decode", (1, 1, 1, 1), (1, 0, 37, 64), page_size=16, block_size=16, padded_rows=1)
+XS_VERIFY = Step("tiny_verify", (2, 0, 4, 1), (40, 17, 3, 33), page_size=16, block_size=32, slack=40)
+XS_PREFILL = Step("tiny_prefill", (18, 1, 0, 3), (18, 50, 30, 2), page_size=16, block_size=16, padded_rows=2)
+XS_CHUNK = Step("tiny_chunk", (17, 2), (49, 35), page_size=32, block_size=32)
 XS_EMPTY = Step("no_tokens", (0, 0), (5, 0), page_size=16, block_size=16)
 XS_NO_REQUESTS = Step("no_requests", (), (), page_size=16, block_size=16, padded_rows=2)
 XS_STEPS = (XS_DECODE, XS_VERIFY, XS_PREFILL, XS_CHUNK, XS_EMPTY, XS_NO_REQUESTS)

@@ -53,6 +53,7 @@ def build_batch(step: Step, device: torch.device | str, *, pages_seed: int = 0) 
         table.to(device),
         page_size=step.page_size,
         block_size=step.block_size,
+        max_seqlen_q=step.max_seqlen_q,
         max_seqlen_k=step.max_seqlen_k,
     )
     return batch, num_pages

@@ -14,6 +14,8 @@ from m3attn.problem import Problem, arch_of
 from m3attn.registry import find
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MARKS = [pytest.mark.gpu] if DEVICE == "cuda" else []
+gpu_only = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")]
 R = TypeVar("R")
 
 
@@ -23,8 +25,17 @@ def arch() -> str:
 
 def keys(stage: str) -> list[Any]:
     """One parameter an implementation of `stage`."""
-    marks = [pytest.mark.gpu] if DEVICE == "cuda" else []
-    return [pytest.param(i.key, id=i.key, marks=marks) for i in m3attn.implementations(stage)]
+    return [pytest.param(i.key, id=f"{i.key}-xs", marks=MARKS) for i in m3attn.implementations(stage)]
+
+
+def stage_keys(*stages: str) -> list[Any]:
+    """One (stage, key) parameter an implementation of each of `stages`."""
+    return [pytest.param(s, i.key, id=f"{s}-{i.key}-xs", marks=MARKS) for s in stages for i in m3attn.implementations(s)]
+
+
+def pick(xs: R, full: R) -> R:
+    """What the interpreter can do in a moment on a CPU, the real size on a GPU."""
+    return full if DEVICE == "cuda" else xs
 
 
 def matrix(stage: str, xs: Iterable[Any], full: Iterable[Any]) -> list[Any]:
