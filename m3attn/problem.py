@@ -77,6 +77,8 @@ def arch_number(arch: str) -> int:
 
 
 _DEVICE_ARCH: dict[torch.device, str] = {}
+compile_target: str | None = None
+"""Set while launches compile for an architecture and run nothing (`triton_kernels.launch.compile_only`): every device counts as that one."""
 
 
 def arch_of(device: torch.device | None = None) -> str:
@@ -84,6 +86,8 @@ def arch_of(device: torch.device | None = None) -> str:
 
     A CPU device stays `cpu`: the override lets a machine without a GPU ask and compile for one, not run kernels on CPU tensors.
     """
+    if compile_target is not None:
+        return compile_target
     if device is not None and device.type == "cpu":
         return "cpu"
     override = os.environ.get("M3ATTN_ARCH")

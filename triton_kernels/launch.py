@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from triton import knobs
 
-from m3attn.problem import arch_of
+from m3attn import problem
+from m3attn.problem import arch_number, arch_of, normalise_arch
 
 
 class KernelNotReady(RuntimeError):
@@ -105,20 +106,20 @@ def compile_only(arch: str) -> Iterator[CompileLog]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_").rstrip("af")), 32)
-    previous_log, previous_driver = _compile_log, driver._active
-    _compile_log = CompileLog(target)
+    target = GPUTarget("cuda", arch_number(normalise_arch(arch)), 32)
+    previous_log, previous_driver, previous_target = _compile_log, driver._active, problem.compile_target
+    _compile_log, problem.compile_target = CompileLog(target), normalise_arch(arch)
     driver.set_active(_CompileOnlyDriver(target))
     try:
         yield _compile_log
     finally:
-        _compile_log = previous_log
+        _compile_log, problem.compile_target = previous_log, previous_target
         driver._active = previous_driver
 
 
 def current_arch(device: torch.device) -> str:
     """The architecture launches on `device` compile for: `sm_90`, …; `cpu` in the interpreter."""
-    return f"sm_{_compile_log.target.arch}" if _compile_log is not None else arch_of(device)
+    return arch_of(device)
 
 
 def num_sms(device: torch.device) -> int:

@@ -60,7 +60,7 @@ def attention_cases(stage: str) -> Iterator[Case]:
     """Every mode at M3's geometry per phase; bf16 over the other head counts, head dims and page sizes."""
     for phase in PHASES:
         for mode in ATTENTION_MODES:
-            yield attention(stage, phase, mode, fast=mode in ("bf16", "fp8"))
+            yield attention(stage, phase, mode, fast=mode in ("bf16", "widen_e5m2", "fp8"))
         for heads in ((16, 1), (8, 1), (24, 8), (32, 1)):
             yield attention(stage, phase, "bf16", heads=heads)
         for head_dim in (64, 192, 256):

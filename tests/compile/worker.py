@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import pkgutil
 import re
 import subprocess
@@ -97,8 +96,6 @@ def judge(arch: str, kernel: str, module: ModuleType, meta: dict[str, Any], comp
 
 
 def check(arch: str, stages: list[str], fast: bool, verbose: bool) -> Report:
-    # The architecture that selection sees; kernels are compiled for the same one below.
-    os.environ["M3ATTN_ARCH"] = arch
     import torch
     from cases import CASES
 
