@@ -49,6 +49,9 @@ CANDIDATES = [
 ]
 """What a sweep tries, as far as it fits."""
 
+SCRATCH = 4 << 10
+"""Shared memory left for reductions and layout changes."""
+
 settings_override: Settings | None = None
 """Set by a tuner to force one."""
 
@@ -77,13 +80,22 @@ def shared_memory(arch: str) -> int:
 
 
 def default_settings(phase: str, arch: str, mode: str, head_dim: int) -> Settings:
-    """Tiles that fit any architecture's shared memory and registers."""
-    block_d = max(16, next_power_of_2(head_dim))
+    """As many keys in flight as shared memory holds, up to four tiles: for one prefill program a multiprocessor, two of decode or verify."""
+    block_d = next_power_of_2(head_dim)
     if mode == "fp32":
-        return Settings(32, 32, 4, 1)
-    if phase == "prefill":
-        return Settings(128, 64, 8, 3)
-    return Settings(64, 64, 4, 3)
+        return Settings(32, 32 if block_d <= 64 else 16, 4 if block_d <= 64 else 8, 1)
+    wide_fp8 = block_d > 128 and mode in ("fp8", "fp8_pv")
+    rows = {"prefill": 64 if wide_fp8 else 128, "verify": 64, "decode": 32}[phase]
+    memory = shared_memory(arch) // (1 if phase == "prefill" else 2) - SCRATCH
+    query_bytes, key_bytes = 2 if mode in ("half", "widen") else 1, 2 if mode == "half" else 1
+    for block_m, block_n in ((rows, 64), (min(rows, 64), 64), (min(rows, 64), 32), (32, 32)):
+        keys_and_values = 2 * block_n * block_d
+        widened = 0 if mode == "half" else 2 * keys_and_values
+        tiles = (memory - block_m * block_d * query_bytes - widened) // (keys_and_values * key_bytes)
+        if tiles >= 2:
+            break
+    num_warps = 8 if block_m == 128 or (wide_fp8 and block_m == 64) else 4
+    return Settings(block_m, block_n, num_warps, min(max(tiles, 1), 4) + (phase == "decode"))
 
 
 def choose_settings(call: DenseAttentionCall) -> Settings:
@@ -166,7 +178,7 @@ def _tile_arguments(call: DenseAttentionCall) -> dict[str, int | bool]:
         "BLOCK_T": min(block_m // group, max(1, call.batch.max_seqlen_q)),
         "BLOCK_M": block_m,
         "BLOCK_N": settings.block_n,
-        "BLOCK_D": max(16, next_power_of_2(call.q.shape[2])),
+        "BLOCK_D": next_power_of_2(call.q.shape[2]),
         "BLOCK_B": block_b(call.batch),
     }
 

@@ -55,8 +55,6 @@ def dense_prefill_kernel(
     request, first_row, end_row, first_position, seq_len = tile_rows(
         cu_seqlens_ptr, seq_lens_ptr, num_requests, tile, 0, num_rows, max_seqlen_k, BLOCK_T, BLOCK_B
     )
-    if first_row >= end_row:
-        return
     token, row, head, is_row = grouped_rows(first_row, end_row, kv_head, GROUP, BLOCK_T, BLOCK_M)
     positions = first_position + token  # [BLOCK_M]
     q = load_rows(q_ptr, row * q_strides[0] + head * q_strides[1], is_row, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
@@ -66,7 +64,8 @@ def dense_prefill_kernel(
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    seen_by_one = tl.maximum(tl.minimum(first_position + BLOCK_T, seq_len), 0)
+    # A tile without rows sees no keys. It does not return early: the branch costs Triton 3.9 its knowledge of how wide a load may be.
+    seen_by_one = tl.where(first_row < end_row, tl.maximum(tl.minimum(first_position + BLOCK_T, seq_len), 0), 0)
     seen_by_all = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, seen_by_one), 0)
     for MASKED in tl.static_range(2):
         accumulator, running_max, running_sum = attend_tiles(

@@ -97,6 +97,8 @@ def attend_tiles(
         p, rescale, running_max, running_sum = online_softmax(logits, running_max, running_sum)
         is_value = keys < end if MASKED else None
         v = load_rows(v_ptr, tile_offsets(page, start, v_strides, PAGE_SIZE, BLOCK_N), is_value, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        if q.dtype == tl.float32:
+            v = v.to(tl.float32)
         accumulator = weighted_values(p, v, accumulator * rescale[:, None], FP8_PV)
         # Looked up one tile ahead: a lookup in front of the tile it leads to would put two memory latencies in each step of the pipeline.
         page = tile_pages(page_table_ptr, page_table_stride, request, start + BLOCK_N, end, max_pages, num_pages, PAGE_SIZE, BLOCK_N)

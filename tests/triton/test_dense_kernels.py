@@ -1,6 +1,7 @@
 """Dense attention and the merge of partial states, in Triton's interpreter, against a loop over rows in fp64."""
 
 import os
+import sys
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -185,3 +186,116 @@ def test_page_sizes(base: Case, page_size: int) -> None:
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 128), (8, 192), (16, 128), (32, 64), (5, 256)])
 def test_groups_and_dims(base: Case, group: int, dim: int) -> None:
     check(make_call(replace(base, group=group, dim=dim, kv_heads=1, seed=group)))
+
+
+@pytest.mark.parametrize("max_seqlen_q", [None, 17], ids=["decode", "prefill"])
+def test_negative_positions_and_padding_are_empty(max_seqlen_q: int | None) -> None:
+    case = Case(q_lens=(4, 2, 0, 1), seq_lens=(2, 0, 5, 33), padded_rows=9, sink=True, max_seqlen_q=max_seqlen_q)
+    call = make_call(case)
+    check(call)
+    assert (call.out[:2] == 0).all() and (call.out[4:6] == 0).all() and (call.out[7:] == 0).all()
+
+
+def test_decode_in_slices_of_tokens(monkeypatch) -> None:
+    case = replace(DECODE, q_lens=(1, 2, 3, 2), seq_lens=(37, 20, 3, 70))
+    whole = make_call(case)
+    dense.dense_attention(whole)
+    splits = dense.num_splits(work_shape(whole))
+    assert splits > 1
+    three_rows = 3 * dense._partial_bytes(work_shape(whole), splits, 1)
+    for module in (sys.modules[__name__], dense):
+        monkeypatch.setattr(module, "workspace_limit", lambda: three_rows)
+    sliced = make_call(case)
+    assert sliced.workspace.numel() < whole.workspace.numel()
+    check(sliced)
+    assert torch.equal(sliced.out, whole.out) and torch.equal(sliced.lse, whole.lse)
+
+
+def test_splits_stay_within_a_small_limit() -> None:
+    shape = WorkShape(1, 1, 64, 4, 0, 128, 0, 1, 1 << 20, 128, limit=1 << 20)
+    assert dense.workspace_bytes(shape) <= shape.limit
+    assert dense.workspace_bytes(replace(shape, max_seqlen_q=17)) == 0
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 31, 40])
+def test_a_prefix_split_gives_the_same_rows(prefix: int) -> None:
+    case = Case(q_lens=(45,), seq_lens=(45,), kv_heads=1, q_dtype=torch.float32, padded_rows=0)
+    whole = make_call(case)
+    dense.dense_attention(whole)
+    rows = slice(prefix, None)
+    batch = replace(whole.batch, cu_seqlens_q=torch.tensor([0, 45 - prefix], dtype=torch.int32), max_seqlen_q=45 - prefix)
+    chunk = with_workspace(replace(whole, q=whole.q[rows], batch=batch, out=whole.out[rows].clone(), lse=whole.lse[rows].clone()))
+    dense.dense_attention(chunk)
+    torch.testing.assert_close(chunk.out, whole.out[rows], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(chunk.lse, whole.lse[rows], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_page_ids_out_of_range_are_harmless() -> None:
+    call = make_call(DECODE)
+    call.batch.page_table.copy_(torch.randint(-(2**31), 2**31 - 1, call.batch.page_table.shape))
+    dense.dense_attention(call)
+    call = make_call(PREFILL)
+    call.batch.page_table.fill_(2**30)
+    dense.dense_attention(call)
+
+
+def test_unit_scales_change_no_bit() -> None:
+    plain = make_call(replace(DECODE, kv_dtype=E4M3, sink=True))
+    scaled = make_call(replace(DECODE, kv_dtype=E4M3, sink=True, scales=(1.0, 1.0, 1.0), device_scales=True))
+    dense.dense_attention(plain)
+    dense.dense_attention(scaled)
+    assert torch.equal(plain.out, scaled.out) and torch.equal(plain.lse, scaled.lse)
+
+
+def test_no_requests_and_no_tokens() -> None:
+    call = make_call(Case(q_lens=(1,), seq_lens=(3,), padded_rows=2))
+    batch = replace(
+        call.batch, page_table=call.batch.page_table[:0], seq_lens=call.batch.seq_lens[:0], cu_seqlens_q=torch.zeros(1, dtype=torch.int32)
+    )
+    dense.dense_attention(replace(call, batch=batch))
+    assert (call.out == 0).all() and (call.lse == float("-inf")).all()
+    dense.dense_attention(replace(call, q=call.q[:0], out=call.out[:0], lse=call.lse[:0]))
+
+
+def partial_state(rows: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    out = torch.randn(rows, heads + 1, dim, generator=random).to(dtype)[:, :heads]
+    return out, 3 * torch.randn(heads, rows, generator=random).t()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dim", [64, 192, 512])
+def test_merge_states(dtype: torch.dtype, dim: int) -> None:
+    (out_a, lse_a), (out_b, lse_b) = partial_state(7, 3, dim, dtype, 1), partial_state(7, 3, dim, dtype, 2)
+    empty_a, empty_b = (torch.zeros(7, 3, dtype=torch.bool) for _ in range(2))
+    empty_a[:2], empty_b[1:4] = True, True
+    for out, lse, empty in ((out_a, lse_a, empty_a), (out_b, lse_b, empty_b)):
+        out[empty], lse[empty] = float("nan"), float("-inf")
+    lse_b[3] = float("inf")
+    out, lse = torch.full_like(out_a, float("nan")), torch.full((7, 3), float("nan"))
+    merge_attention_states(MergeAttentionStatesCall(out_a, lse_a, out_b, lse_b, out, lse))
+
+    assert (out[1] == 0).all() and (lse[1] == float("-inf")).all()
+    assert torch.equal(out[0], out_b[0]) and torch.equal(lse[0], lse_b[0])
+    assert torch.equal(out[2:4], out_a[2:4]) and torch.equal(lse[2:4], lse_a[2:4])
+    a, b = lse_a[4:].double(), lse_b[4:].double()
+    both = torch.logaddexp(a, b)
+    merged = out_a[4:].double() * (a - both).exp()[..., None] + out_b[4:].double() * (b - both).exp()[..., None]
+    torch.testing.assert_close(out[4:].double(), merged, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse[4:].double(), both, atol=1e-5, rtol=1e-5)
+
+
+def test_merge_states_agrees_with_attention_over_all_keys() -> None:
+    call = make_call(Case(q_lens=(3,), seq_lens=(40,), kv_heads=1, q_dtype=torch.float32, padded_rows=0))
+    dense.dense_attention(call)
+    k, v = (t[call.batch.page_table[0, :3].long()].transpose(1, 2).flatten(0, 1)[:, 0] for t in (call.k, call.v))  # [48, D]
+    logits = torch.einsum("thd,nd->thn", call.q, k) * call.sm_scale
+    parts = []
+    for keys in (slice(0, 17), slice(17, 38)):
+        lse = torch.logsumexp(logits[:1, :, keys], -1)
+        parts += [torch.softmax(logits[:1, :, keys], -1) @ v[keys], lse]
+    out, lse = torch.empty_like(parts[0]), torch.empty_like(parts[1])
+    merge_attention_states(MergeAttentionStatesCall(*parts, out, lse))
+    torch.testing.assert_close(out, call.out[:1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, call.lse[:1], atol=1e-5, rtol=1e-5)
