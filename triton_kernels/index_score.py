@@ -374,7 +374,10 @@ def score_rows(call: IndexScoreCall | IndexTopkCall, out: torch.Tensor, row_begi
         columns = max(16, next_power_of_2(num_heads * max(1, batch.max_seqlen_q)))
         schedule["BLOCK_C"] = min(settings.block_c, columns)
         column_tiles = cdiv(num_heads * max(1, batch.max_seqlen_q), schedule["BLOCK_C"])
-        grid = (min(cdiv(programs, num_requests * column_tiles), num_blocks), num_requests, column_tiles)
+        unsplit = num_requests * column_tiles
+        # One full wave where splitting can make one; else short programs, so that the last wave is a small part.
+        splits = programs // unsplit if 2 * unsplit <= programs else cdiv(4 * programs, unsplit)
+        grid = (min(splits, num_blocks), num_requests, column_tiles)
     else:
         kernel = index_score_prefill_kernel
         tiles = num_row_tiles(num_rows, num_requests, settings.block_m // num_heads)
