@@ -46,7 +46,7 @@ class HeadCounts(NamedTuple):
 
     q: int
     kv: int
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index
 
     @property
     def row_width(self) -> int:
@@ -163,6 +163,8 @@ def _eager(
     check_int("heads[0] (q)", heads.q, 1)
     check_int("heads[1] (kv)", heads.kv, 1)
     check_int("heads[2] (index)", heads.index, 0)
+    if heads.q % heads.kv:
+        raise ValueError(f"heads: expected q heads to be a multiple of the {heads.kv} KV heads, got {heads.q}")
     check_tensor("qkv", qkv, ["T", heads.row_width], ROW_DTYPES)
     device, tokens = qkv.device, qkv.shape[0]
     with_index = heads.index > 0 and not skip_index
@@ -181,6 +183,8 @@ def _eager(
     k_cache = v_cache = index_cache = None
     k_scale = v_scale = index_k_scale = UNIT
     if cache is not None:
+        if not isinstance(cache, LayerCache):
+            raise TypeError(f"cache: expected a LayerCache or None, got {type(cache).__name__}")
         k_cache, v_cache = cache.key_value()
         k_scale, v_scale, index_k_scale = cache.scales(device)
         for name, tensor in (("cache.k", k_cache), ("cache.v", v_cache)):
@@ -281,7 +285,7 @@ def _flatten(
         if heads.index and not skip_index:
             index = pack_index_cache(cache)
     outputs = (*pack_optional(q_out), *pack_optional(index_q_out), skip_index)
-    return (qkv, *NormWeights(*weights), positions, cos_sin, *main, *index, slots, index_slots, *heads, eps, *outputs)
+    return (qkv, *_norm_weights(weights), positions, cos_sin, *main, *index, slots, index_slots, *heads, eps, *outputs)
 
 
 def _run_out(*flat: Any) -> None:
