@@ -185,9 +185,7 @@ def _explain(stage: str, problem: Problem, impl: str | None, environment: str | 
         if known is None:
             keys = ", ".join(i.key for i in registry.implementations(stage))
             raise ValueError(f"impl: expected one of {keys} for {stage}, got {impl!r}")
-        named, by = impl, "impl="
-    else:
-        named, by = named_in_force(stage, environment)
+    named, by = (impl, "impl=") if impl is not None else named_in_force(stage, environment)
     if named is not None:
         implementation = registry.find(stage, named)
         assert implementation is not None
