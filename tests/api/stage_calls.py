@@ -144,7 +144,9 @@ def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8).clone()
+    """A copy of the tensor's whole storage, so that what lies between and around its elements counts too."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).clone()
 
 
 @contextmanager
