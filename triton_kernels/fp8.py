@@ -12,12 +12,23 @@ fp16 holds every e4m3 and e5m2 value, is one instruction away from either, and r
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from m3attn.triton_kernels.primitives import INTERPRETED, dot
 from m3attn.triton_kernels.saturate import round_to
 
 WEIGHT_SCALE = tl.constexpr(256.0)
 SHORT_SUM = tl.constexpr(128)
+_PAIRS = """{
+    .reg .b32 sorted;
+    .reg .b16 even, odd;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {even, odd}, sorted;
+    cvt.rn.f16x2.FORMAT $0, even;
+    cvt.rn.f16x2.FORMAT $1, odd;
+}"""
+E4M3_PAIRS = tl.constexpr(_PAIRS.replace("FORMAT", "e4m3x2"))
+E5M2_PAIRS = tl.constexpr(_PAIRS.replace("FORMAT", "e5m2x2"))
 
 
 @triton.jit
@@ -36,9 +47,15 @@ def short_dot(a, b):
 
 
 @triton.jit
+def widen_to(x, DTYPE: tl.constexpr):
+    """x exactly in the wider type DTYPE; fp8 reaches bf16 through fp16 and fp32, as Hopper's direct conversions run at a quarter of the rate."""
+    return x.to(tl.float16).to(tl.float32).to(DTYPE) if x.dtype.is_fp8() and DTYPE.is_bf16() else x.to(DTYPE)
+
+
+@triton.jit
 def query_key_dot(q, k):
     """q [M, D] @ k [N, D]^T in fp32: in e4m3 if q is, else with k widened to q's type."""
-    return short_dot(q, tl.trans(k)) if q.dtype.is_fp8() else dot(q, tl.trans(k.to(q.dtype)))
+    return short_dot(q, tl.trans(k)) if q.dtype.is_fp8() else dot(q, tl.trans(widen_to(k, q.dtype)))
 
 
 @triton.jit
@@ -58,15 +75,28 @@ def weighted_values(p, v, accumulator, FP8_PV: tl.constexpr):
 
 
 @triton.jit
-def weighted_value_pairs(p, words, even, odd, DTYPE: tl.constexpr, FP8_PV: tl.constexpr):
-    """`weighted_values` for fp8 values of type DTYPE read two at a time, as uint16 words [N, D / 2]: (even columns, odd columns), [M, D / 2] each.
+def split_pairs(words, DTYPE: tl.constexpr):
+    """(even columns, odd columns), [N, D / 2] fp16 each, of fp8 values of type DTYPE that were read two at a time, as uint16 words [N, D / 2].
 
     A tensor core wants two keys of one column side by side, a cache has two columns of one key. For 16-bit elements the load from shared
     memory transposes; single bytes would be gathered one by one.
     """
+    if INTERPRETED or not cuda_capability_geq(8, 9):
+        even = (words & 0xFF).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
+        odd = (words >> 8).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
+    else:
+        # Two words at a time: bytes 0 and 2 are even columns, 1 and 3 odd ones.
+        even, odd = tl.inline_asm_elementwise(
+            E4M3_PAIRS if DTYPE.is_fp8e4nv() else E5M2_PAIRS, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    return even, odd
+
+
+@triton.jit
+def weighted_value_pairs(p, words, even, odd, DTYPE: tl.constexpr, FP8_PV: tl.constexpr):
+    """`weighted_values` for the words of `split_pairs`: the accumulators of the even and the odd columns, [M, D / 2] each."""
     weights = round_to(p * WEIGHT_SCALE, tl.float8e4nv).to(tl.float16) if FP8_PV else p.to(tl.float16)
-    even_values = (words & 0xFF).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
-    odd_values = (words >> 8).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
+    even_values, odd_values = split_pairs(words, DTYPE)
     return dot(weights, even_values, even), dot(weights, odd_values, odd)
 
 

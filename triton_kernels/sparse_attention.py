@@ -25,10 +25,10 @@ from m3attn.workspace import WorkShape, carve, workspace_limit
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a kernel is launched, for head dims up to 128; larger ones take proportionally fewer keys at a time.
+    """How a kernel is launched.
 
     Attributes:
-        block_n: keys a step.
+        block_n: keys a step, at most; `settings_for` fits it to the block size and to shared memory.
         programs: decode splits keys until about so many programs run.
     """
 
@@ -101,9 +101,9 @@ def settings_for(phase: str, mode: str, arch: str, bytes_per_key: int, block_siz
     return replace(settings, block_n=block_n, num_stages=num_stages)
 
 
-def num_splits(tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, keys: int, programs: int, limit: int) -> int:
-    """Into how many parts decode cuts a token's `keys` selected keys: a power of two, of at least 32 keys each, whose partials fit `limit`."""
-    splits = max(1, min(programs // (tokens * num_kv_heads), keys // 32))
+def num_splits(settings: Settings, tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, keys: int, limit: int) -> int:
+    """Into how many parts decode cuts a token's `keys` selected keys: a power of two, of at least one step each, whose partials fit `limit`."""
+    splits = max(1, min(settings.programs // (tokens * num_kv_heads), keys // settings.block_n))
     splits = 1 << (splits.bit_length() - 1)
     while splits > 1 and _partial_bytes(splits, tokens, num_q_heads, head_dim) > limit:
         splits //= 2
@@ -113,9 +113,9 @@ def num_splits(tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, 
 def groups_to_widen(tokens: int, num_requests: int, num_kv_heads: int, head_dim: int, keys: int, num_blocks: int, block_size: int, limit: int) -> int:
     """How many KV groups' widened copies prefill holds at a time within `limit`; 0: programs widen what they read."""
     cached = num_requests * num_blocks * block_size
-    if tokens * keys < MIN_READS_TO_WIDEN * cached:
+    if cached == 0 or tokens * keys < MIN_READS_TO_WIDEN * cached:
         return 0
-    return min(num_kv_heads, (limit - _table_bytes(num_requests, num_blocks)) // max(1, cached * head_dim * 4))
+    return max(0, min(num_kv_heads, (limit - _table_bytes(num_requests, num_blocks)) // (cached * head_dim * 4)))
 
 
 def workspace_bytes(shape: WorkShape) -> int:
@@ -127,9 +127,9 @@ def workspace_bytes(shape: WorkShape) -> int:
         return 0
     keys = shape.topk * shape.block_size
     if shape.max_seqlen_q <= DECODE_MAX_SEQLEN_Q:
-        table = [settings_override] if settings_override else SETTINGS.values()
-        programs = max(settings.programs for settings in table)
-        splits = num_splits(shape.tokens, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, keys, programs, shape.limit)
+        heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+        table = [settings_override] if settings_override else [SETTINGS[key] for key in SETTINGS if key[0] == "decode"]
+        splits = max(num_splits(settings, shape.tokens, *heads, keys, shape.limit) for settings in table)
         return _partial_bytes(splits, shape.tokens, shape.num_q_heads, shape.head_dim)
     groups = groups_to_widen(
         shape.tokens, shape.num_requests, shape.num_kv_heads, shape.head_dim, keys, shape.num_blocks, shape.block_size, shape.limit
@@ -191,8 +191,8 @@ def _prefill(call: SparseAttentionCall) -> None:
 def _decode(call: SparseAttentionCall) -> None:
     tokens, num_q_heads, head_dim = call.q.shape
     num_kv_heads, topk = call.k.shape[1], call.ids.shape[2]
-    programs = (settings_override or SETTINGS["decode", mode_of(call.q, call.k)]).programs
-    splits = num_splits(tokens, num_q_heads, num_kv_heads, head_dim, topk * call.batch.block_size, programs, workspace_limit())
+    settings = settings_override or SETTINGS["decode", mode_of(call.q, call.k)]
+    splits = num_splits(settings, tokens, num_q_heads, num_kv_heads, head_dim, topk * call.batch.block_size, workspace_limit())
     if splits == 1:
         _attend(call, "decode", call.k, call.v, call.batch, slice(0, num_kv_heads))
         return

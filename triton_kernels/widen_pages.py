@@ -8,6 +8,7 @@ import triton.language as tl
 
 from m3attn.batch import PagedBatch
 from m3attn.triton_kernels.dense_tiles import load_rows, tile_offsets, tile_pages
+from m3attn.triton_kernels.fp8 import widen_to
 from m3attn.triton_kernels.launch import launch, next_power_of_2
 
 MMA_ROWS: dict[str, str | int | None] = {"widen_pages_kernel": None}
@@ -36,9 +37,9 @@ def widen_pages_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    request = tl.program_id(0)
     kv_head = tl.program_id(1)
-    request = tl.program_id(2)
+    tile = tl.program_id(2)
     seq_len = tl.minimum(tl.load(seq_lens_ptr + request), num_blocks * BLOCK_SIZE)
     has_queries = tl.load(cu_seqlens_ptr + request + 1) > tl.load(cu_seqlens_ptr + request)
     start = tile * BLOCK_N
@@ -56,8 +57,8 @@ def widen_pages_kernel(
         wide_rows = (block * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + offs_n  # [BLOCK_N]
         offsets = wide_rows[:, None] * HEAD_DIM + offs_d[None, :]
         mask = is_key[:, None] & (offs_d < HEAD_DIM)[None, :]
-        tl.store(wide_k_ptr + offsets, k.to(wide_k_ptr.dtype.element_ty), mask=mask)
-        tl.store(wide_v_ptr + offsets, v.to(wide_v_ptr.dtype.element_ty), mask=mask)
+        tl.store(wide_k_ptr + offsets, widen_to(k, wide_k_ptr.dtype.element_ty), mask=mask)
+        tl.store(wide_v_ptr + offsets, widen_to(v, wide_v_ptr.dtype.element_ty), mask=mask)
 
 
 def widen_pages(k: torch.Tensor, v: torch.Tensor, wide_k: torch.Tensor, wide_v: torch.Tensor, wide_table: torch.Tensor, batch: PagedBatch) -> None:
@@ -73,7 +74,7 @@ def widen_pages(k: torch.Tensor, v: torch.Tensor, wide_k: torch.Tensor, wide_v: 
     block_n = min(64, batch.block_size)
     launch(
         widen_pages_kernel,
-        (batch.num_blocks * (batch.block_size // block_n), num_kv_heads, batch.num_requests),
+        (batch.num_requests, num_kv_heads, batch.num_blocks * (batch.block_size // block_n)),
         k,
         v,
         wide_k,

@@ -30,10 +30,10 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class Case:
-    q_lens: tuple[int, ...] = (3, 18)
-    seq_lens: tuple[int, ...] = (70, 18)
+    q_lens: tuple[int, ...] = (2, 17)
+    seq_lens: tuple[int, ...] = (70, 20)
     kv_heads: int = 2
-    group: int = 4
+    group: int = 3
     head_dim: int = 64
     topk: int = 4
     block_size: int = 32
@@ -195,12 +195,10 @@ CASES = {
     "prefill_widen_e5m2": replace(PREFILL, q_dtype=FP16, kv_dtype=E5M2, layout="layers"),
     "prefill_fp8": replace(PREFILL, q_dtype=E4M3, kv_dtype=E4M3, sink=True, scales=(1.5, 0.5, 2.0)),
     "prefill_fp8_pv": replace(PREFILL, q_dtype=E4M3, kv_dtype=E4M3, fp8_pv=True, scales=(1.5, 0.5, 2.0)),
-    "prefill_widen_in_kernel": replace(PREFILL, q_lens=(17,), seq_lens=(150,), topk=2, group=1, kv_heads=1, kv_dtype=E4M3),
-    "prefill_fp8_pv_in_kernel": replace(
-        PREFILL, q_lens=(17,), seq_lens=(150,), topk=2, group=1, kv_heads=1, q_dtype=E4M3, kv_dtype=E4M3, fp8_pv=True
-    ),
+    "prefill_widen_in_kernel": replace(PREFILL, q_lens=(2,), seq_lens=(70,), max_seqlen_q=17, topk=2, kv_dtype=E4M3),
+    "prefill_fp8_pv_in_kernel": replace(PREFILL, q_lens=(2,), seq_lens=(70,), max_seqlen_q=17, topk=2, q_dtype=E4M3, kv_dtype=E4M3, fp8_pv=True),
     "prefill_junk_ids": replace(PREFILL, ids="junk", padded_rows=2, sink=True),
-    "negative_positions": replace(PREFILL, q_lens=(20, 2), seq_lens=(7, 0), sink=True, padded_rows=1),
+    "negative_positions": replace(PREFILL, q_lens=(19, 2), seq_lens=(7, 0), sink=True, padded_rows=1),
     "decode": DECODE,
     "decode_fp16_packed": replace(DECODE, q_dtype=FP16, kv_dtype=FP16, layout="packed", sink=True),
     "decode_fp32": replace(DECODE, q_dtype=FP32, kv_dtype=FP32, sink=True),
@@ -211,18 +209,17 @@ CASES = {
     "decode_fp8_pv": replace(DECODE, q_dtype=E4M3, kv_dtype=E4M3, fp8_pv=True, scales=(1.5, 0.5, 2.0)),
     "decode_fp8_pv_odd_strides": replace(DECODE, q_dtype=E4M3, kv_dtype=E4M3, fp8_pv=True, layout="odd"),
     "decode_junk_ids": replace(DECODE, ids="junk", padded_rows=2, sink=True),
-    "verify_mixed": replace(DECODE, q_lens=(4, 1, 9, 0), seq_lens=(4, 131, 3, 0), padded_rows=1, max_seqlen_q=16),
+    "verify_mixed": replace(DECODE, q_lens=(3, 1, 5, 0), seq_lens=(3, 131, 2, 0), padded_rows=1, max_seqlen_q=16),
     "all_padded": replace(DECODE, q_lens=(0, 0), seq_lens=(0, 0), padded_rows=3, sink=True),
     "group_1": replace(DECODE, group=1),
-    "group_3": replace(DECODE, group=3, kv_heads=1),
-    "group_8_prefill": replace(PREFILL, q_lens=(18,), seq_lens=(30,), group=8),
+    "group_8_prefill": replace(PREFILL, q_lens=(4,), seq_lens=(40,), max_seqlen_q=17, group=8),
     "group_16": replace(DECODE, group=16, kv_heads=1),
     "group_32": replace(DECODE, group=32, kv_heads=1),
     "dim_128": replace(DECODE, head_dim=128, kv_heads=1),
     "dim_192": replace(DECODE, head_dim=192, kv_heads=1, sink=True),
     "dim_192_fp8": replace(DECODE, head_dim=192, kv_heads=1, q_dtype=E4M3, kv_dtype=E4M3),
     "dim_256_fp8": replace(DECODE, head_dim=256, kv_heads=1, q_dtype=E4M3, kv_dtype=E4M3, fp8_pv=True),
-    "dim_192_prefill_widen": replace(PREFILL, q_lens=(17,), seq_lens=(20,), head_dim=192, kv_heads=1, kv_dtype=E4M3),
+    "dim_192_prefill_widen": replace(PREFILL, q_lens=(5,), seq_lens=(40,), max_seqlen_q=17, head_dim=192, kv_heads=1, kv_dtype=E4M3),
     "block_16": replace(DECODE, block_size=16, page_size=16, topk=7),
     "block_256_pages_256": replace(DECODE, seq_lens=(300, 40, 5, 9), block_size=256, page_size=256, topk=2, kv_heads=1),
     "topk_1": replace(DECODE, topk=1),
@@ -236,7 +233,7 @@ def test_against_fp64(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_scale_tensor_equals_float_and_none_equals_one(case: Case) -> None:
-    small = replace(case, q_lens=case.q_lens[:1], seq_lens=case.seq_lens[:1], q_dtype=E4M3, kv_dtype=E4M3, sink=True, max_seqlen_q=case.q_lens[1])
+    small = replace(case, q_lens=(2,), seq_lens=(40,), q_dtype=E4M3, kv_dtype=E4M3, sink=True, max_seqlen_q=case.q_lens[1])
     results = []
     for scales in ((1.5, 0.5, 2.0), (1.0, 1.0, 1.0)):
         for as_tensor in (False, True):
@@ -261,7 +258,8 @@ def test_splits_change_only_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_go_group_by_group_under_a_small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = replace(PREFILL, kv_dtype=E4M3, kv_heads=3, group=2)
+    case = replace(PREFILL, q_lens=(4, 3), seq_lens=(70, 20), max_seqlen_q=17, kv_dtype=E4M3, group=2)
+    monkeypatch.setattr(sparse, "MIN_READS_TO_WIDEN", 1)
     at_once = make(case)
     sparse.sparse_attention(at_once)
     one_group = sparse._table_bytes(2, 3) + 2 * 3 * 32 * 64 * 4
