@@ -1,0 +1,306 @@
+"""The run: every asked row in turn, each implementation checked and then timed beside the peers on the same inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+import m3attn
+from m3attn.bench.ceilings import Ceilings, Cost
+from m3attn.bench.inputs import MODES, Pool, StepInputs, plan
+from m3attn.bench.parity import Parity, worst
+from m3attn.bench.peers import Peers
+from m3attn.bench.selections import KINDS
+from m3attn.bench.shapes import Heads, Shape, sizes, step_shapes
+from m3attn.bench.stages import SIZE_STAGES, STEP_STAGES
+from m3attn.bench.timing import Call, Timer
+from m3attn.bench.workloads import Options, Workload
+from m3attn.choice import UnsupportedProblem
+
+SEED = 20260729
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to time. None: the stage's own default. `modes` that a stage does not have are left out for it."""
+
+    stages: tuple[str, ...]
+    shapes: tuple[str, ...] | None = None
+    heads: tuple[Heads, ...] = (Heads(64, 4),)
+    modes: tuple[str, ...] = ("bf16",)
+    selections: tuple[str, ...] | None = None
+    implementations: tuple[str, ...] | None = None
+    sample_rows: int = 64
+    grid_sample_rows: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Where and how: the device, its timer and ceilings, what every row carries, and where rows and remarks go."""
+
+    device: torch.device
+    timer: Timer
+    ceilings: Ceilings
+    l2_bytes: int
+    context: dict[str, Any]
+    on_row: Callable[[dict[str, Any]], None]
+    on_remark: Callable[[str], None]
+    peers: Peers | None = None
+    stream: Callable[[int], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One row for each implementation."""
+
+    stage: str
+    shape: Shape | tuple[int, ...]
+    shape_name: str
+    heads: Heads | None
+    mode: str
+    selection: str | None
+
+    def __str__(self) -> str:
+        parts = (self.stage, "-" if self.heads is None else str(self.heads), self.shape_name, self.mode, self.selection)
+        return " ".join(p for p in parts if p is not None)
+
+
+class ParityFailure(Exception):
+    """An implementation whose result is wrong on this shape; it is not timed."""
+
+
+class ContextLost(Exception):
+    """The GPU no longer answers; nothing after it can be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One implementation on one step."""
+
+    us: float
+    cost: Cost
+    parity: Parity
+    timing: str
+    is_peer: bool = False
+    stream_us: float | None = None
+
+
+@dataclass(slots=True)
+class Collected:
+    """Measurements of one job by implementation, and why others have none."""
+
+    measured: dict[str, list[Measurement]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def jobs(request: Request) -> Iterator[Job]:
+    """Every job of a request, in order.
+
+    Raises:
+        ValueError: an unknown stage, shape or mode.
+    """
+    for stage in request.stages:
+        if stage in STEP_STAGES:
+            yield from _step_jobs(stage, request)
+        elif stage in SIZE_STAGES:
+            yield from _size_jobs(stage, request)
+        else:
+            raise ValueError(f"stage: expected one of {', '.join((*STEP_STAGES, *SIZE_STAGES))}, got {stage!r}")
+
+
+def _step_jobs(stage: str, request: Request) -> Iterator[Job]:
+    spec = STEP_STAGES[stage]
+    for name in request.shapes or spec.shapes:
+        for shape in step_shapes(name):
+            for heads in request.heads:
+                for mode in _modes(spec.modes, request.modes):
+                    for selection in _selections(spec.selects, request.selections, name):
+                        yield Job(stage, shape, shape.name, heads, mode, selection)
+
+
+def _selections(selects: bool, asked: tuple[str, ...] | None, shape_name: str) -> tuple[str | None, ...]:
+    if not selects:
+        return (None,)
+    return asked or (KINDS if shape_name.startswith("P") else ("N",))
+
+
+def _size_jobs(stage: str, request: Request) -> Iterator[Job]:
+    spec = SIZE_STAGES[stage]
+    for name in request.shapes or spec.shapes:
+        size = sizes(name)
+        if len(size) != spec.rank:
+            raise ValueError(f"shape: expected {spec.rank} sizes for {stage}, got {name!r}")
+        for heads in request.heads if spec.has_heads else (None,):
+            for mode in _modes(spec.modes, request.modes):
+                yield Job(stage, size, name, heads, mode, None)
+
+
+def _modes(known: tuple[str, ...], asked: tuple[str, ...]) -> tuple[str, ...]:
+    """Asked modes that the stage has; a stage with a single mode is always timed in it."""
+    for mode in asked:
+        if mode not in MODES:
+            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    return known if len(known) == 1 else tuple(m for m in known if m in asked)
+
+
+def run(request: Request, session: Session) -> int:
+    """Time everything; a job that fails says why and the next one goes on. Returns how many implementations or jobs failed.
+
+    Each finished row goes to `session.on_row` at once.
+    """
+    failures = 0
+    for job in jobs(request):
+        try:
+            collected = _run_steps(job, request, session) if isinstance(job.shape, Shape) else _run_sizes(job, request, session)
+        except ContextLost as error:
+            session.on_remark(f"{job}: {error}; the rows so far are kept, the rest is not run")
+            return failures + 1
+        except Exception as error:  # one job must not take the others down
+            session.on_remark(f"{job}: not run: {type(error).__name__}: {error}")
+            failures += 1
+            _release(session.device)
+            continue
+        for name, reason in collected.refused.items():
+            session.on_remark(f"{job} {name}: not timed: {reason}")
+            failures += not reason.startswith("unsupported")
+        for name, measured in collected.measured.items():
+            session.on_row(row(job, name, measured, session))
+        _release(session.device)
+    return failures
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _keys(stages: tuple[str, ...], asked: tuple[str, ...] | None, peers: Peers | None) -> list[str]:
+    """Implementations that all of `stages` have; `reference` only when asked for. Raises ValueError when there is nothing to time."""
+    sets = [[i.key for i in m3attn.implementations(stage)] for stage in stages]
+    common = [key for key in sets[0] if all(key in keys for keys in sets)]
+    chosen = [key for key in common if (key != "reference" if asked is None else key in asked)]
+    if not chosen and peers is None:
+        raise ValueError(f"no implementation to time: there are {', '.join(common)}")
+    return chosen
+
+
+def _run_steps(job: Job, request: Request, session: Session) -> Collected:
+    spec, mode, shape = STEP_STAGES[job.stage], MODES[job.mode], job.shape
+    assert isinstance(shape, Shape) and job.heads is not None
+    keys = _keys(spec.implementations_of, request.implementations, session.peers)
+    generator = torch.Generator(device=session.device).manual_seed(SEED)
+    plans = [plan(step, spec.reads(step, job.heads, mode), replay=shape.replay, l2_bytes=session.l2_bytes) for step in shape.steps]
+    pool = Pool.random(max(p.num_pages for p in plans), job.heads, mode, kv=spec.reads_kv, index=spec.reads_index, generator=generator)
+    options = Options(
+        selection=job.selection,
+        sample_rows=request.sample_rows if len(shape.steps) == 1 else request.grid_sample_rows,
+        replay=shape.replay,
+        peers=session.peers,
+    )
+    collected = Collected()
+    for step, step_plan in zip(shape.steps, plans, strict=True):
+        inputs = StepInputs.random(step, job.heads, mode, pool, step_plan.num_sets, generator)
+        _measure_all(spec.build(inputs, options), keys, shape.replay, collected, session)
+    return collected
+
+
+def _run_sizes(job: Job, request: Request, session: Session) -> Collected:
+    spec = SIZE_STAGES[job.stage]
+    keys = _keys((job.stage,), request.implementations, None)
+    generator = torch.Generator(device=session.device).manual_seed(SEED)
+    where = (request.sample_rows, session.l2_bytes, generator)
+    workload = spec.build(job.shape, job.heads, job.mode, *where) if spec.has_heads else spec.build(job.shape, *where)
+    collected = Collected()
+    _measure_all(workload, keys, spec.replay, collected, session)
+    return collected
+
+
+def _measure_all(workload: Workload, keys: list[str], replay: bool, collected: Collected, session: Session) -> None:
+    stream_us = session.stream(workload.stream_bytes) if session.stream is not None and workload.stream_bytes else None
+    candidates: list[tuple[str, list[Call], bool]] = [(key, [partial(workload.run, i, key) for i in range(workload.num_sets)], False) for key in keys]
+    candidates += [(name, [partial(call, i) for i in range(workload.num_sets)], True) for name, call in workload.peers.items()]
+    for name, calls, is_peer in candidates:
+        if name in collected.refused:
+            continue
+        try:
+            measured = _measure(workload, name, calls, is_peer=is_peer, replay=replay, stream_us=stream_us, timer=session.timer)
+        except UnsupportedProblem as error:
+            collected.refused[name] = f"unsupported: {error}"
+        except Exception as error:
+            _raise_if_lost(session.device, error)
+            collected.refused[name] = f"{type(error).__name__}: {error}"
+        else:
+            collected.measured.setdefault(name, []).append(measured)
+        if name in collected.refused:
+            collected.measured.pop(name, None)
+
+
+def _raise_if_lost(device: torch.device, error: Exception) -> None:
+    """A fault inside a kernel leaves the process without a GPU; every later call would fail with the same words."""
+    if device.type != "cuda" or isinstance(error, (ParityFailure, torch.OutOfMemoryError)):
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as lost:
+        raise ContextLost(f"{type(error).__name__}: {error} ({lost})") from error
+
+
+def _measure(workload: Workload, name: str, calls: list[Call], *, is_peer: bool, replay: bool, stream_us: float | None, timer: Timer) -> Measurement:
+    workload.poison()
+    result: Any = calls[0]()
+    checked = workload.check(workload.adapt_peer(result) if is_peer else result)
+    del result
+    if not checked.passed and not is_peer:
+        raise ParityFailure(f"differs from the reference: {checked}")
+    # The reference reads lengths back to the host, which no capture allows.
+    in_graph = replay and name != "reference"
+    us = timer.replay(calls) if in_graph else timer.cold(calls[0])
+    return Measurement(us, workload.cost, checked, "graph" if in_graph else "cold", is_peer, stream_us)
+
+
+def row(job: Job, name: str, measured: list[Measurement], session: Session) -> dict[str, Any]:
+    """One row of a result file; a grid's figures are means by the weights of its steps."""
+    steps = job.shape.steps if isinstance(job.shape, Shape) else None
+    weights = [step.weight for step in steps] if steps is not None else [1.0]
+    total = sum(weights)
+
+    def mean(values: list[float]) -> float:
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / total
+
+    median_us = mean([m.us for m in measured])
+    floor_us = mean([session.ceilings.floor_us(m.cost) for m in measured])
+    checked = worst([m.parity for m in measured])
+    result: dict[str, Any] = {
+        "stage": job.stage,
+        "implementation": name,
+        "heads": "-" if job.heads is None else str(job.heads),
+        "shape": job.shape_name,
+        "mode": job.mode,
+        "selection": job.selection,
+        "median_us": round(median_us, 3),
+        "floor_us": round(floor_us, 6),
+        "share": round(floor_us / median_us, 4) if median_us else None,
+        "tflops": round(mean([m.cost.flops for m in measured]) / median_us / 1e6, 2) if median_us else None,
+        "tbps": round(mean([float(m.cost.bytes) for m in measured]) / median_us / 1e6, 4) if median_us else None,
+        "timing": measured[0].timing,
+        "peer": measured[0].is_peer,
+        "parity_error": checked.error if math.isfinite(checked.error) else None,
+        "parity_bound": checked.bound,
+        "parity_passed": checked.passed,
+        "near_ties": checked.near_ties,
+        "rows_checked": checked.rows,
+    }
+    streams = [m.stream_us for m in measured]
+    if all(us is not None for us in streams):
+        result["stream_us"] = round(mean([us for us in streams if us is not None]), 3)
+    if steps is not None and len(steps) > 1:
+        result["steps"] = [
+            {"batch": s.batch, "q_len": s.q_len, "seq_len": s.seq_len, "weight": s.weight, "us": round(m.us, 3)}
+            for s, m in zip(steps, measured, strict=True)
+        ]
+    return {**result, **session.context, "ceilings": session.ceilings.as_dict()}

@@ -1,0 +1,1 @@
+"""The `m3attn` command, one file a subcommand."""

@@ -1,0 +1,12 @@
+"""placeholder"""
+
+NAME = "demo"
+HELP = "demo"
+
+
+def add_arguments(parser):
+    pass
+
+
+def run(options):
+    return 0
