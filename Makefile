@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv, from constraints.txt, on a machine with nothing but Python 3.11 or newer.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format check-kernels bench sanitize clean
+.PHONY: help demo test test-all lint format check-kernels bench tables sanitize clean
 SHELL := /bin/bash
 
 VENV := .venv
@@ -27,6 +27,7 @@ help:
 	@echo 'make check-kernels  every Triton kernel for every architecture, with the oldest and the newest supported Triton'
 	@echo 'make test-all       everything above, and the slow tests'
 	@echo 'make bench          the benchmarks of the stages, on a GPU (ARGS="STAGE … --json OUT")'
+	@echo 'make tables         rewrite the tables of README.md and docs/ from results/'
 	@echo 'make sanitize       a small part of the GPU tests under compute-sanitizer'
 	@echo 'make lint, format   ruff and mypy; ruff with fixes'
 	@echo 'make clean          remove .venv and everything built'
@@ -66,6 +67,9 @@ test-all: lint $(TRITONS)
 
 bench: $(VENV)/.ready
 	$(BIN)/m3attn bench $(ARGS)
+
+tables: $(VENV)/.ready
+	$(BIN)/python tools/results_tables.py
 
 # --target-processes all would follow ptxas and the linker too; the tests' own process is the one that launches.
 sanitize: $(VENV)/.ready
