@@ -1,7 +1,8 @@
 """torch.library operators: flat tensors in and out, so that torch.compile sees one opaque call a stage.
 
-Each stage defines a functional operator and an `_out` variant that mutates and returns nothing. fp8 data travels as uint8 with a dtype name,
-a packed cache as one tensor, a scale as a float and an optional tensor. The helpers below pack and unpack these; the schema fragments name them.
+Each stage defines a functional operator and an `_out` variant that mutates and returns nothing. fp8 data travels as uint8 with a dtype name, or
+in its own type, a packed cache as one tensor, a scale as a float and an optional tensor. The helpers below pack and unpack these; the schema
+fragments name them.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def unpack(tensor: torch.Tensor, name: str | None, argument: str) -> torch.Tenso
     return tensor if name is None else typed_storage(tensor, name, argument=argument)
 
 
-def pack_optional(tensor: torch.Tensor | None) -> tuple[torch.Tensor | None, str | None]:
-    return (None, None) if tensor is None else pack(tensor)
+def pack_mutated(tensor: torch.Tensor | None, declared: str | torch.dtype | None = None) -> tuple[torch.Tensor | None, str | None]:
+    """As `pack`, for what an operator writes to: fp8 data stays in its own type, because a compiler writes a mutated view of another type back
+    to its base, a copy of the whole buffer."""
+    return tensor, None if tensor is None or declared is None else dtype_name(declared)
 
 
 def unpack_optional(tensor: torch.Tensor | None, name: str | None, argument: str) -> torch.Tensor | None:
@@ -81,16 +84,17 @@ def pack_batch(batch: PagedBatch) -> tuple[Any, ...]:
     )
 
 
-def pack_kv_cache(cache: LayerCache) -> tuple[Any, ...]:
+def pack_kv_cache(cache: LayerCache, *, mutated: bool = False) -> tuple[Any, ...]:
     """The KV_CACHE fragment of a cache; a packed one stays one tensor."""
+    packed = pack_mutated if mutated else pack
     scales = (*pack_scale(cache.k_scale, "cache.k_scale"), *pack_scale(cache.v_scale, "cache.v_scale"))
     if cache.kv is not None:
-        kv, name = pack(cache.kv, cache.kv_dtype)
+        kv, name = packed(cache.kv, cache.kv_dtype)
         return kv, None, name, *scales
     if cache.k is None or cache.v is None:
         raise ValueError("cache: expected kv, or both k and v")
-    k, name = pack(cache.k, cache.kv_dtype)
-    return k, pack(cache.v, cache.kv_dtype)[0], name, *scales
+    k, name = packed(cache.k, cache.kv_dtype)
+    return k, packed(cache.v, cache.kv_dtype)[0], name, *scales
 
 
 def unpack_kv_cache(
@@ -102,17 +106,23 @@ def unpack_kv_cache(
     v_scale: float,
     v_scale_tensor: torch.Tensor | None,
 ) -> LayerCache:
-    scales = {"k_scale": unpack_scale(k_scale, k_scale_tensor), "v_scale": unpack_scale(v_scale, v_scale_tensor)}
-    if v is None:
-        return LayerCache(kv=kv, kv_dtype=kv_dtype, **scales)
-    return LayerCache(k=kv, v=v, kv_dtype=kv_dtype, **scales)
+    packed = v is None
+    return LayerCache(
+        k=None if packed else kv,
+        v=v,
+        kv=kv if packed else None,
+        kv_dtype=kv_dtype,
+        k_scale=unpack_scale(k_scale, k_scale_tensor),
+        v_scale=unpack_scale(v_scale, v_scale_tensor),
+    )
 
 
-def pack_index_cache(cache: LayerCache) -> tuple[Any, ...]:
+def pack_index_cache(cache: LayerCache, *, mutated: bool = False) -> tuple[Any, ...]:
     """The INDEX_CACHE fragment of a cache."""
+    packed = pack_mutated if mutated else pack
     if cache.index_k is None:
         raise ValueError("cache.index_k: expected [pages, page_size, Di], got None (a dense layer's cache)")
-    return *pack(cache.index_k, cache.index_dtype), *pack_scale(cache.index_k_scale, "cache.index_k_scale")
+    return *packed(cache.index_k, cache.index_dtype), *pack_scale(cache.index_k_scale, "cache.index_k_scale")
 
 
 def unpack_index_cache(index_k: torch.Tensor, index_dtype: str | None, scale: float, scale_tensor: torch.Tensor | None) -> LayerCache:

@@ -146,8 +146,10 @@ def _run_out(*flat: Any) -> None:
 
 def _run(*flat: Any, out: torch.Tensor | None, workspace: torch.Tensor | None) -> torch.Tensor:
     index_q, q_dtype, *rest = flat
-    cache, batch, (scale, scale_tensor, *options) = unpack_index_cache(*rest[:4]), PagedBatch(*rest[4:11]), rest[11:]
-    return _eager(unpack(index_q, q_dtype, "index_q"), cache, batch, unpack_scale(scale, scale_tensor), *options, out, workspace)
+    cache, batch = unpack_index_cache(*rest[:4]), PagedBatch(*rest[4:11])
+    scale, scale_tensor, topk, init_blocks, local_blocks, impl = rest[11:]
+    index_q, index_q_scale = unpack(index_q, q_dtype, "index_q"), unpack_scale(scale, scale_tensor)
+    return _eager(index_q, cache, batch, index_q_scale, topk, init_blocks, local_blocks, impl, out, workspace)
 
 
 def _fake(*flat: Any) -> torch.Tensor:

@@ -69,8 +69,10 @@ def _eager(
 _SCHEMA = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str? impl"
 
 
-def _run_functional(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _eager(*flat, None, None)
+def _run_functional(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, impl: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _eager(out_a, lse_a, out_b, lse_b, impl, None, None)
 
 
 def _run_out(*flat: Any) -> None:

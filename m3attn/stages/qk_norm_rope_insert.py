@@ -17,7 +17,7 @@ from m3attn.operators import (
     nothing,
     pack_index_cache,
     pack_kv_cache,
-    pack_optional,
+    pack_mutated,
     pack_scale,
     scale_schema,
     unpack_optional,
@@ -281,10 +281,10 @@ def _flatten(
     main: tuple[Any, ...] = (None, None, None, 1.0, None, 1.0, None)
     index: tuple[Any, ...] = (None, None, 1.0, None)
     if cache is not None:
-        main = pack_kv_cache(cache)
+        main = pack_kv_cache(cache, mutated=True)
         if heads.index and not skip_index:
-            index = pack_index_cache(cache)
-    outputs = (*pack_optional(q_out), *pack_optional(index_q_out), skip_index)
+            index = pack_index_cache(cache, mutated=True)
+    outputs = (*pack_mutated(q_out), *pack_mutated(index_q_out), skip_index)
     return (qkv, *_norm_weights(weights), positions, cos_sin, *main, *index, slots, index_slots, *heads, eps, *outputs)
 
 

@@ -9,7 +9,7 @@ import torch
 from m3attn.calls import QuantizeFp8Call
 from m3attn.checks import check_outputs, check_tensor
 from m3attn.dtypes import E4M3, FLOAT_DTYPES, dtype_name, torch_dtype
-from m3attn.operators import define, nothing, pack, unpack
+from m3attn.operators import define, nothing, unpack
 from m3attn.problem import Problem, arch_of
 from m3attn.scales import UNIT, Scale, ScaleLike
 from m3attn.stages.execute import execute
@@ -104,7 +104,7 @@ def _compiled(
         out = data.view(fp8)
     else:
         scale_out = x.new_empty(_scale_shape(x, mode) if mode != "static" else (0,), dtype=torch.float32)
-        _out(*flat, pack(out)[0], None if mode == "static" else scale_out)
+        _out(*flat, out, None if mode == "static" else scale_out)
     return out if mode == "static" else (out, scale_out)
 
 
