@@ -41,13 +41,14 @@ class Settings:
 MEASURED: dict[tuple[str, str, str, int], Settings] = {}
 """(phase, arch, mode, head dim) -> the fastest settings found; `default_settings` covers the rest."""
 
-CANDIDATES = [
-    Settings(block_m, block_n, num_warps, num_stages)
-    for block_m, num_warps in ((16, 4), (16, 8), (64, 4), (128, 4), (128, 8))
-    for block_n in (32, 64, 128)
-    for num_stages in (2, 3, 4, 5)
-]
-"""What a sweep tries, as far as it fits."""
+CANDIDATES: dict[str, list[Settings]] = {
+    "prefill": [Settings(128, n, 8, stages) for n, stages in ((32, 4), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3))]
+    + [Settings(64, n, 4, stages) for n, stages in ((64, 2), (64, 3), (128, 2))],
+    "decode": [Settings(32, n, 4, stages) for n, stages in ((32, 4), (32, 7), (64, 3), (64, 4), (64, 6), (128, 2), (128, 3))]
+    + [Settings(32, n, 8, stages) for n, stages in ((64, 4), (128, 2), (128, 3), (128, 4))],
+    "verify": [Settings(m, n, m // 16, stages) for m in (64, 128) for n, stages in ((64, 2), (64, 3), (64, 4), (128, 2))],
+}
+"""What a sweep tries, per phase; what does not fit raises."""
 
 SCRATCH = 4 << 10
 """Shared memory left for reductions and layout changes."""
@@ -133,7 +134,7 @@ def dense_attention(call: DenseAttentionCall) -> None:
     """Fill `call.out` and `call.lse`."""
     if call.q.shape[0] == 0:
         return
-    if call.batch.num_requests == 0:
+    if call.batch.num_requests == 0 or call.k.shape[0] == 0:
         call.out.zero_()
         if call.lse is not None:
             call.lse.fill_(float("-inf"))
