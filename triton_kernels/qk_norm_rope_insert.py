@@ -263,6 +263,6 @@ def _rows_target(out: torch.Tensor | None, scale: Scale) -> Target:
 
 
 def _cache_target(cache: torch.Tensor | None, scale: Scale, slots: torch.Tensor | None) -> Target:
-    if cache is None:
+    if cache is None or slots is None:  # a cache never comes without its slots
         return IN_PLACE
     return Target(cache, cache.stride()[:3], *divisor(scale), slots=slots, slot_stride=slots.stride(0), capacity=cache.shape[0] * cache.shape[2])

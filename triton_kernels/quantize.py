@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -154,7 +155,7 @@ def quantize_fp8(call: QuantizeFp8Call) -> None:
     block_rows = min(max(1, setting.elements // block_cols), next_power_of_2(rows))
     num_warps = max(1, min(setting.num_warps * max(1, block_cols // setting.elements), block_rows * block_cols // 256, 16))
     row_tiles = cdiv(rows, block_rows)
-    options = {"device": x.device, "num_warps": num_warps, "num_stages": 1, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
+    options: dict[str, Any] = {"device": x.device, "num_warps": num_warps, "num_stages": 1, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
     layout = (rows, cols, shape[1:3], x_strides)
     if call.mode == "row":
         options |= {"LARGEST": largest, "HELD": held, "PDL": pdl, "pdl": pdl}
