@@ -45,6 +45,11 @@ def indexable(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if is_fp8(x.dtype) else x
 
 
+def from_indexable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of `indexable`. Only bytes are viewed: a view as another dtype passes no gradient on."""
+    return x.view(dtype) if is_fp8(dtype) else x
+
+
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
     """Run `fn` with autocast off and fp32 products in IEEE arithmetic, whatever the process has set."""
 

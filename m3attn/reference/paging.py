@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 
 from m3attn.batch import PagedBatch
-from m3attn.reference.numerics import indexable
+from m3attn.reference.numerics import from_indexable, indexable
 
 
 def query_rows(batch: PagedBatch, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,12 +69,12 @@ def gather_tokens(
     position = torch.where(visible, position, 0)
     logical = (position // batch.page_size).clamp(max=batch.page_table.shape[1] - 1)
     page = batch.page_table[request, logical].long().clamp(0, pool.shape[0] - 1)
-    tokens = indexable(pool)[page, head, position % batch.page_size].view(pool.dtype).to(dtype)
+    tokens = from_indexable(indexable(pool)[page, head, position % batch.page_size], pool.dtype).to(dtype)
     return torch.where(visible[..., None], tokens, 0.0)
 
 
 def request_tokens(pool: torch.Tensor, batch: PagedBatch, request: RequestRows, dtype: torch.dtype) -> torch.Tensor:
     """The tokens of a request in the cache, [H, seq_len, D], from `pool` [pages, H, page_size, D]."""
     pages = batch.page_table[request.index, : -(-request.seq_len // batch.page_size)].long().clamp(0, pool.shape[0] - 1)
-    tokens = indexable(pool)[pages].view(pool.dtype).to(dtype)
+    tokens = from_indexable(indexable(pool)[pages], pool.dtype).to(dtype)
     return rearrange(tokens, "page head slot dim -> head (page slot) dim")[:, : request.seq_len]

@@ -516,12 +516,12 @@ def test_inputs_are_not_changed(stage: str, key: str) -> None:
 @BOTH
 def test_gradients_through_kernels_are_refused(stage: str, key: str) -> None:
     inputs = prepare(stage, key, base(stage))
-    q = inputs.q.clone().requires_grad_()
-    wanting = AttentionInputs(q, inputs.cache, inputs.batch, inputs.ids, inputs.options)
+    tensors = [t.clone().requires_grad_() for t in (inputs.q, inputs.cache.k, inputs.cache.v)]
+    wanting = AttentionInputs(tensors[0], replace(inputs.cache, k=tensors[1], v=tensors[2]), inputs.batch, inputs.ids, inputs.options)
     if key == "reference":
         out, _ = run(stage, key, wanting)
         out.square().sum().backward()
-        assert q.grad is not None and bool(q.grad.isfinite().all())
+        assert all(bool(t.grad.isfinite().all()) and bool((t.grad != 0).any()) for t in tensors)
         return
     with pytest.raises(NotImplementedError, match=r"no_grad.*reference"):
         run(stage, key, wanting)
