@@ -459,3 +459,45 @@ def test_a_broken_result_file_is_named(tmp_path):
 
 def test_times_read_well():
     assert [us(v) for v in (3.21, 123.4, 1234.0, 52_000.0)] == ["3.2 us", "123 us", "1.23 ms", "52.0 ms"]
+
+
+def test_tuning_times_every_candidate_of_the_kernel_files(monkeypatch):
+    """The kernels of a stage that lists candidates, run by the reference: what is forced is seen by the call and taken back after it."""
+    from types import ModuleType
+
+    from m3attn.bench import run as run_module
+    from m3attn.bench.tune import CURRENT, Variant, table
+
+    module = ModuleType("kernels.file")
+    module.settings_override, seen = None, []
+
+    def kernel(call):
+        seen.append(module.settings_override)
+        if module.settings_override == "too large":
+            raise RuntimeError("out of shared memory")
+        next(i for i in m3attn.implementations("sparse_attention") if i.key == "reference").load()(call)
+
+    listed = [Variant(None), Variant(module, "small"), Variant(module, "too large")]
+    monkeypatch.setattr(run_module, "variants", lambda stages, key, phase: listed)
+    m3attn.register("sparse_attention", "tuned", kernel)
+    try:
+        rows, remarks, failures = bench(request("sparse_attention", shapes=("B1xL200",), implementations=("tuned",)), tuning=True)
+    finally:
+        m3attn.unregister("sparse_attention", "tuned")
+    assert [row["settings"] for row in rows] == [CURRENT, "file small"] and failures == 1
+    assert "tuned (file too large): not timed: RuntimeError: out of shared memory" in remarks[0]
+    assert seen[:2] == [None, None] and "small" in seen and module.settings_override is None
+    assert "file small" in table(rows)
+
+
+@pytest.mark.parametrize("stage", [s for s in STEP_STAGES if s != "step"] + list(SIZE_STAGES))
+@pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
+def test_kernel_files_list_candidates(stage, phase):
+    pytest.importorskip("triton")
+    from m3attn.bench.tune import variants
+
+    found = variants((stage,), "triton", phase)
+    assert found[0].module is None
+    assert len({v.label for v in found}) == len(found)
+    if stage != "merge_attention_states":
+        assert len(found) > 3

@@ -19,6 +19,7 @@ from m3attn.bench.selections import KINDS
 from m3attn.bench.shapes import Heads, Shape, sizes, step_shapes
 from m3attn.bench.stages import SIZE_STAGES, STEP_STAGES
 from m3attn.bench.timing import Call, Timer
+from m3attn.bench.tune import CURRENT, precompile, variants
 from m3attn.bench.workloads import Options, Workload
 from m3attn.choice import UnsupportedProblem
 
@@ -41,7 +42,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Where and how: the device, its timer and ceilings, what every row carries, and where rows and remarks go."""
+    """Where and how: the device, its timer and ceilings, what every row carries, and where rows and remarks go.
+
+    `tuning`: instead of implementations, time every launch setting they list as a candidate; rows then have `settings`.
+    """
 
     device: torch.device
     timer: Timer
@@ -52,6 +56,7 @@ class Session:
     on_remark: Callable[[str], None]
     peers: Peers | None = None
     stream: Callable[[int], float] | None = None
+    tuning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +84,33 @@ class ContextLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    """One implementation on one step."""
+class Candidate:
+    """One thing to time: an implementation, one of its launch settings, or a peer."""
 
+    name: str
+    calls: list[Call]
+    settings: str | None = None
+    is_peer: bool = False
+
+    def __str__(self) -> str:
+        return self.name if self.settings is None else f"{self.name} ({self.settings})"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One candidate on one step."""
+
+    candidate: Candidate
     us: float
     cost: Cost
     parity: Parity
     timing: str
-    is_peer: bool = False
     stream_us: float | None = None
 
 
 @dataclass(slots=True)
 class Collected:
-    """Measurements of one job by implementation, and why others have none."""
+    """Measurements of one job by candidate, and why others have none."""
 
     measured: dict[str, list[Measurement]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -168,8 +186,8 @@ def run(request: Request, session: Session) -> int:
         for name, reason in collected.refused.items():
             session.on_remark(f"{job} {name}: not timed: {reason}")
             failures += not reason.startswith("unsupported")
-        for name, measured in collected.measured.items():
-            session.on_row(row(job, name, measured, session))
+        for measured in collected.measured.values():
+            session.on_row(row(job, measured, session))
         _release(session.device)
     return failures
 
@@ -205,7 +223,8 @@ def _run_steps(job: Job, request: Request, session: Session) -> Collected:
     collected = Collected()
     for step, step_plan in zip(shape.steps, plans, strict=True):
         inputs = StepInputs.random(step, job.heads, mode, pool, step_plan.num_sets, generator)
-        _measure_all(spec.build(inputs, options), keys, shape.replay, collected, session)
+        phase = inputs.batches[0].phase
+        _measure_all(spec.build(inputs, options), spec.implementations_of, keys, phase, shape.replay, collected, session)
     return collected
 
 
@@ -216,19 +235,36 @@ def _run_sizes(job: Job, request: Request, session: Session) -> Collected:
     where = (request.sample_rows, session.l2_bytes, generator)
     workload = spec.build(job.shape, job.heads, job.mode, *where) if spec.has_heads else spec.build(job.shape, *where)
     collected = Collected()
-    _measure_all(workload, keys, spec.replay, collected, session)
+    _measure_all(workload, (job.stage,), keys, "prefill", spec.replay, collected, session)
     return collected
 
 
-def _measure_all(workload: Workload, keys: list[str], replay: bool, collected: Collected, session: Session) -> None:
+def _candidates(workload: Workload, stages: tuple[str, ...], keys: list[str], phase: str, session: Session) -> Iterator[Candidate]:
+    sets = range(workload.num_sets)
+    for key in keys:
+        if not session.tuning:
+            yield Candidate(key, [partial(workload.run, i, key) for i in sets])
+            continue
+        for variant in variants(stages, key, phase):
+            run = variant.apply(workload.run)
+            yield Candidate(key, [partial(run, i, key) for i in sets], settings=variant.label)
+    for name, call in workload.peers.items():
+        yield Candidate(name, [partial(call, i) for i in sets], settings=CURRENT if session.tuning else None, is_peer=True)
+
+
+def _measure_all(
+    workload: Workload, stages: tuple[str, ...], keys: list[str], phase: str, replay: bool, collected: Collected, session: Session
+) -> None:
     stream_us = session.stream(workload.stream_bytes) if session.stream is not None and workload.stream_bytes else None
-    candidates: list[tuple[str, list[Call], bool]] = [(key, [partial(workload.run, i, key) for i in range(workload.num_sets)], False) for key in keys]
-    candidates += [(name, [partial(call, i) for i in range(workload.num_sets)], True) for name, call in workload.peers.items()]
-    for name, calls, is_peer in candidates:
+    candidates = list(_candidates(workload, stages, keys, phase, session))
+    if session.tuning and session.device.type == "cuda":
+        precompile([candidate.calls[0] for candidate in candidates if not candidate.is_peer], session.device)
+    for candidate in candidates:
+        name = str(candidate)
         if name in collected.refused:
             continue
         try:
-            measured = _measure(workload, name, calls, is_peer=is_peer, replay=replay, stream_us=stream_us, timer=session.timer)
+            measured = _measure(workload, candidate, replay=replay, stream_us=stream_us, timer=session.timer)
         except UnsupportedProblem as error:
             collected.refused[name] = f"unsupported: {error}"
         except Exception as error:
@@ -250,21 +286,22 @@ def _raise_if_lost(device: torch.device, error: Exception) -> None:
         raise ContextLost(f"{type(error).__name__}: {error} ({lost})") from error
 
 
-def _measure(workload: Workload, name: str, calls: list[Call], *, is_peer: bool, replay: bool, stream_us: float | None, timer: Timer) -> Measurement:
+def _measure(workload: Workload, candidate: Candidate, *, replay: bool, stream_us: float | None, timer: Timer) -> Measurement:
     workload.poison()
-    result: Any = calls[0]()
-    checked = workload.check(workload.adapt_peer(result) if is_peer else result)
+    result: Any = candidate.calls[0]()
+    checked = workload.check(workload.adapt_peer(result) if candidate.is_peer else result)
     del result
-    if not checked.passed and not is_peer:
+    if not checked.passed and not candidate.is_peer:
         raise ParityFailure(f"differs from the reference: {checked}")
     # The reference reads lengths back to the host, which no capture allows.
-    in_graph = replay and name != "reference"
-    us = timer.replay(calls) if in_graph else timer.cold(calls[0])
-    return Measurement(us, workload.cost, checked, "graph" if in_graph else "cold", is_peer, stream_us)
+    in_graph = replay and candidate.name != "reference"
+    us = timer.replay(candidate.calls) if in_graph else timer.cold(candidate.calls[0])
+    return Measurement(candidate, us, workload.cost, checked, "graph" if in_graph else "cold", stream_us)
 
 
-def row(job: Job, name: str, measured: list[Measurement], session: Session) -> dict[str, Any]:
+def row(job: Job, measured: list[Measurement], session: Session) -> dict[str, Any]:
     """One row of a result file; a grid's figures are means by the weights of its steps."""
+    candidate = measured[0].candidate
     steps = job.shape.steps if isinstance(job.shape, Shape) else None
     weights = [step.weight for step in steps] if steps is not None else [1.0]
     total = sum(weights)
@@ -277,7 +314,7 @@ def row(job: Job, name: str, measured: list[Measurement], session: Session) -> d
     checked = worst([m.parity for m in measured])
     result: dict[str, Any] = {
         "stage": job.stage,
-        "implementation": name,
+        "implementation": candidate.name,
         "heads": "-" if job.heads is None else str(job.heads),
         "shape": job.shape_name,
         "mode": job.mode,
@@ -288,13 +325,15 @@ def row(job: Job, name: str, measured: list[Measurement], session: Session) -> d
         "tflops": round(mean([m.cost.flops for m in measured]) / median_us / 1e6, 2) if median_us else None,
         "tbps": round(mean([float(m.cost.bytes) for m in measured]) / median_us / 1e6, 4) if median_us else None,
         "timing": measured[0].timing,
-        "peer": measured[0].is_peer,
+        "peer": candidate.is_peer,
         "parity_error": checked.error if math.isfinite(checked.error) else None,
         "parity_bound": checked.bound,
         "parity_passed": checked.passed,
         "near_ties": checked.near_ties,
         "rows_checked": checked.rows,
     }
+    if candidate.settings is not None:
+        result["settings"] = candidate.settings
     streams = [m.stream_us for m in measured]
     if all(us is not None for us in streams):
         result["stream_us"] = round(mean([us for us in streams if us is not None]), 3)

@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from m3attn.bench import results
     from m3attn.bench.report import table
     from m3attn.bench.run import run as run_bench
+    from m3attn.bench.tune import table as tune_table
     from m3attn.cli.errors import UserError
 
     request = request_of(options)
@@ -59,14 +60,13 @@ def run(options: argparse.Namespace) -> int:
             results.write(options.json, rows)
 
     session = session_of(options, keep)
-    if options.tune:
-        from m3attn.bench.tune import tune
-
-        return tune(request, session, rows)
     with torch.no_grad():
         failures = run_bench(request, session)
     if options.json is not None:
         results.write(options.json, rows)
+    if options.tune:
+        print(tune_table(rows) if rows else "nothing was timed")
+        return 0 if rows else 1
     if options.update_results is not None and rows:
         folder = results.default_folder() if options.update_results == Path() else options.update_results
         for path in results.update(folder, rows, session.ceilings):
@@ -86,7 +86,7 @@ def request_of(options: argparse.Namespace) -> Any:
     sample_rows = options.sample_rows // 4 if options.quick else options.sample_rows
     try:
         request = Request(
-            stages=tuple(options.stages or ([options.tune] if options.tune else STAGES)),
+            stages=(options.tune,) if options.tune else tuple(options.stages or STAGES),
             shapes=tuple(options.shapes) if options.shapes else None,
             heads=tuple(Heads.parse(h) for h in options.heads),
             modes=tuple(options.mode),
@@ -141,4 +141,5 @@ def session_of(options: argparse.Namespace, keep: Any) -> Any:
         on_remark=remark,
         peers=peers,
         stream=StreamTimer(device, timer, properties.L2_cache_size),
+        tuning=bool(options.tune),
     )
