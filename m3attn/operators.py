@@ -30,11 +30,22 @@ INDEX_CACHE = f"Tensor index_k, str? index_dtype, {scale_schema('index_k_scale')
 
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define `m3attn::name`, give it `run` on every device and `fake` for tracing; returns the operator."""
+    """Define `m3attn::name`, give it `run` on every device and `fake` for tracing, and refuse gradients; returns the operator."""
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"m3attn::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.m3attn, name).default
+    operator = getattr(torch.ops.m3attn, name).default
+
+    def refuse_gradients(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
+            raise NotImplementedError(
+                f"m3attn::{name} is forward only and an input requires grad: call under torch.no_grad(), or pass impl='reference' without torch.compile"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    LIBRARY.impl(name, refuse_gradients, "Autograd")
+    return operator
 
 
 def nothing(*_: Any) -> None:
