@@ -66,7 +66,7 @@ def test_against_loops(sparse: bool, with_sink: bool) -> None:
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_gradients(sparse: bool) -> None:
-    step = Step("small", (2, 1, 2), (5, 0, 20), page_size=16, block_size=16, padded_rows=1)
+    step = Step("small", (2, 1, 2), (3, 0, 9), page_size=4, block_size=4, padded_rows=1)
     case = AttentionCase(step, 2, 1, head_dim=4, topk=1, mode="fp32", sink=torch.float32)
     inputs = attention_inputs(case, "cpu")
     k, v = (pool.double().nan_to_num(0.5) for pool in inputs.cache.key_value())
