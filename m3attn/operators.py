@@ -39,7 +39,8 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     def refuse_gradients(*arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             raise NotImplementedError(
-                f"m3attn::{name} is forward only and an input requires grad: call under torch.no_grad(), or pass impl='reference' without torch.compile"
+                f"m3attn::{name} is forward only and an input requires grad: call under torch.no_grad(), "
+                "or pass impl='reference' without torch.compile"
             )
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*arguments)

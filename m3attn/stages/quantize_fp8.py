@@ -108,7 +108,8 @@ def _compiled(
     return out if mode == "static" else (out, scale_out)
 
 
-_SCHEMA = "Tensor x, str mode, float scale, Tensor? scale_tensor, str dtype, bool pdl, str? impl"
+# Not `mode`: torch.compile passes an argument of that name of its own to operators that mutate.
+_SCHEMA = "Tensor x, str scale_mode, float scale, Tensor? scale_tensor, str dtype, bool pdl, str? impl"
 
 
 def _scale_argument(mode: str, value: float, tensor: torch.Tensor | None) -> ScaleLike | str:
