@@ -7,6 +7,7 @@ do not, the keys are split, and a second kernel joins the parts. Either choice f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -83,20 +84,22 @@ def shared_memory(arch: str) -> int:
 def default_settings(phase: str, arch: str, mode: str, head_dim: int) -> Settings:
     """As many keys in flight as shared memory holds, up to four tiles: for one prefill program a multiprocessor, two of decode or verify."""
     block_d = next_power_of_2(head_dim)
+    wide = block_d > 128
     if mode == "fp32":
         return Settings(32, 32 if block_d <= 64 else 16, 4 if block_d <= 64 else 8, 1)
-    wide_fp8 = block_d > 128 and mode in ("fp8", "fp8_pv")
-    rows = {"prefill": 64 if wide_fp8 else 128, "verify": 64, "decode": 32}[phase]
+    # Rows and keys of wide heads are few, and spread over more warps, so that logits and accumulator stay in registers.
+    rows = {"prefill": 64 if wide and mode == "fp8_pv" else 128, "verify": 64, "decode": 32}[phase]
+    keys = 32 if wide else 64
     memory = shared_memory(arch) // (1 if phase == "prefill" else 2) - SCRATCH
     query_bytes, key_bytes = 2 if mode in ("half", "widen") else 1, 2 if mode == "half" else 1
-    for block_m, block_n in ((rows, 64), (min(rows, 64), 64), (min(rows, 64), 32), (32, 32)):
+    for block_m, block_n in ((rows, keys), (min(rows, 64), keys), (min(rows, 64), 32), (32, 32)):
         keys_and_values = 2 * block_n * block_d
         widened = 0 if mode == "half" else 2 * keys_and_values
         tiles = (memory - block_m * block_d * query_bytes - widened) // (keys_and_values * key_bytes)
         if tiles >= 2:
             break
-    num_warps = 8 if block_m == 128 or (wide_fp8 and block_m == 64) else 4
-    return Settings(block_m, block_n, num_warps, min(max(tiles, 1), 4) + (phase == "decode"))
+    num_warps = 8 if block_m == 128 or (wide and block_m == 64) else 4
+    return Settings(block_m, block_n, num_warps, min(max(tiles, 1), 3 if wide else 4) + (phase == "decode"))
 
 
 def choose_settings(call: DenseAttentionCall) -> Settings:
@@ -162,7 +165,7 @@ def dense_attention(call: DenseAttentionCall) -> None:
         _split_keys(call, splits, row_begin, min(row_begin + slice_rows, tokens))
 
 
-def _tile_arguments(call: DenseAttentionCall) -> dict[str, int | bool]:
+def _tile_arguments(call: DenseAttentionCall) -> dict[str, Any]:
     """What both kernels take: compile-time sizes and launch options."""
     settings = choose_settings(call)
     group = call.q.shape[1] // call.k.shape[1]
@@ -224,6 +227,7 @@ def _one_pass(call: DenseAttentionCall) -> None:
 def _split_keys(call: DenseAttentionCall, splits: int, row_begin: int, row_end: int) -> None:
     batch, tiles = call.batch, _tile_arguments(call)
     rows, (_, num_q_heads, head_dim) = row_end - row_begin, call.q.shape
+    assert call.workspace is not None, "workspace: the runtime gives what workspace_bytes asks for"
     partial_out, offset = carve(call.workspace, 0, (splits, rows, num_q_heads, head_dim), torch.float32)
     partial_lse, _ = carve(call.workspace, offset, (splits, rows, num_q_heads), torch.float32)
     pdl = arch_number(current_arch(call.q.device)) >= 90
