@@ -8,7 +8,7 @@ import m3attn
 from m3attn.batch import LayerCache
 from m3attn.bench import parity
 from m3attn.bench.ceilings import Cost
-from m3attn.bench.inputs import HEAD_DIM, MODES, PAGE_SIZE, random
+from m3attn.bench.inputs import HEAD_DIM, MODES, PAGE_SIZE, random, rotary_table
 from m3attn.bench.parity import ROUNDING, Parity
 from m3attn.bench.shapes import Heads
 from m3attn.bench.workloads import Workload
@@ -27,13 +27,6 @@ def num_sets(bytes_per_call: float, l2_bytes: int) -> int:
     return 1 if bytes_per_call > 2 * l2_bytes else min(MAX_SETS, int(2 * l2_bytes // bytes_per_call) + 1)
 
 
-def rotary_table(max_position: int, device: torch.device) -> torch.Tensor:
-    """[max_position, ROTARY_DIM] fp32, cosines first."""
-    frequency = ROPE_THETA ** (-torch.arange(0, ROTARY_DIM, 2, device=device, dtype=torch.float64) / ROTARY_DIM)
-    angle = torch.arange(max_position, device=device, dtype=torch.float64)[:, None] * frequency
-    return torch.cat([angle.cos(), angle.sin()], dim=1).float()
-
-
 def qk_norm_rope_insert(size: tuple[int, ...], heads: Heads, mode_name: str, sample_rows: int, l2_bytes: int, generator: torch.Generator) -> Workload:
     """One launch over packed rows [q | k | v | index_q | index_k] into caches and query buffers; `size` is (tokens,)."""
     (tokens,) = size
@@ -45,7 +38,7 @@ def qk_norm_rope_insert(size: tuple[int, ...], heads: Heads, mode_name: str, sam
     rows = [random((tokens, row_heads * HEAD_DIM), row_dtype, generator) for _ in range(num_sets(moved, l2_bytes))]
     weights = tuple(0.1 * torch.randn(HEAD_DIM, device=device, generator=generator) for _ in range(4))
     positions = torch.arange(tokens, device=device)
-    cos_sin = rotary_table(tokens, device)
+    cos_sin = rotary_table(tokens, ROTARY_DIM, ROPE_THETA).to(device)
     pages = -(-tokens // PAGE_SIZE) + 1
     cache = LayerCache(
         kv=torch.zeros(pages, num_kv, PAGE_SIZE, 2 * HEAD_DIM, dtype=mode.kv, device=device),

@@ -1,0 +1,68 @@
+"""What a few queries selected, as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from m3attn.batch import PagedBatch
+from m3attn.demo.model import Model
+from m3attn.demo.text import block_text, line_at
+from m3attn.reference import index
+
+NUM_QUERIES = 3
+NUM_BLOCKS = 3
+SHOWN_CHARACTERS = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """One query of the last layer: its blocks per KV group, and those of group 0 best first, with scores."""
+
+    position: int
+    ids: tuple[tuple[int, ...], ...]
+    best: tuple[tuple[int, float], ...]
+
+
+def positions(content: bytes, tokens: int) -> list[int]:
+    """At most three positions past the half of the text, each moved back to the end of a word."""
+    found: list[int] = []
+    for share in (0.55, 0.75, 1.0):
+        position = max(0, int(tokens * share) - 1)
+        end = position
+        while end > 0 and not (chr(content[end]).isalnum() and (end + 1 == tokens or not chr(content[end + 1]).isalnum())):
+            end -= 1
+        position = end if end > 0 else position
+        if position not in found:
+            found.append(position)
+    return found[:NUM_QUERIES]
+
+
+def look(model: Model, content: bytes) -> list[Selected]:
+    """The selections of the last layer's queries at `positions`."""
+    ids = torch.cat(model.last_ids, dim=1)
+    index_q = torch.cat([q if q.dtype.itemsize > 1 else q.float() for q in model.last_index_q])
+    cache, size = model.layers[-1].cache, model.geometry.block_size
+    found = []
+    for position in positions(content, ids.shape[1]):
+        batch = PagedBatch.from_lengths([1], [position + 1], model.pages[None], page_size=size, block_size=size)
+        scores = index.index_score(index_q[position : position + 1], cache.index_key(), batch, dtype=torch.float64)[0, 0]
+        chosen = [[i for i in row if i >= 0] for row in ids[:, position].tolist()]
+        best = sorted(chosen[0], key=lambda block: -scores[block].item())
+        found.append(Selected(position, tuple(map(tuple, chosen)), tuple((block, scores[block].item()) for block in best)))
+    return found
+
+
+def describe(selected: Selected, content: bytes, block_size: int) -> str:
+    """A query's line, the text of its best blocks, and the blocks of every KV group."""
+    lines = [f"query at byte {selected.position}: … {line_at(content, selected.position)[-SHOWN_CHARACTERS:]}▏"]
+    own = selected.position // block_size
+    shown = [pair for pair in selected.best if pair[0] != own][:NUM_BLOCKS]
+    for block, score in shown:
+        lines.append(f"  block {block:4d}, score {score:6.1f}: {block_text(content, block, block_size)[:SHOWN_CHARACTERS]}")
+    if not shown:
+        lines.append("  it sees its own block only")
+    for group, ids in enumerate(selected.ids):
+        lines.append(f"  KV group {group} chose {', '.join(map(str, ids))}")
+    return "\n".join(lines)

@@ -1,0 +1,43 @@
+"""The text: its bytes are the tokens."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+SHIPPED = "attention.txt"
+
+
+def load(path: Path | None) -> bytes:
+    """The bytes of a file, or of the text that ships with the package.
+
+    Raises:
+        ValueError: a file that is missing, is no file, or is empty; the message says which.
+    """
+    if path is None:
+        return (resources.files("m3attn") / "data" / SHIPPED).read_bytes()
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"--text: there is no file {path}") from None
+    except OSError as error:
+        raise ValueError(f"--text: cannot read {path}: {error.strerror}") from None
+    if not content:
+        raise ValueError(f"--text: {path} is empty; the demo needs at least one byte")
+    return content
+
+
+def readable(content: bytes) -> str:
+    """One line: white space as single spaces, what is no text as dots."""
+    shown = content.decode("utf-8", errors="replace").replace("\ufffd", ".")
+    return " ".join("".join(c if c.isprintable() or c.isspace() else "." for c in shown).split())
+
+
+def line_at(content: bytes, position: int) -> str:
+    """The line that holds byte `position`, up to and including it: what the query has read of its line."""
+    start = content.rfind(b"\n", 0, position) + 1
+    return readable(content[start : position + 1])
+
+
+def block_text(content: bytes, block: int, block_size: int) -> str:
+    return readable(content[block * block_size : (block + 1) * block_size])
