@@ -20,8 +20,8 @@ def _refuse_first(argument: str, values: torch.Tensor, bad: torch.Tensor, expect
         raise ValueError(f"{argument}: expected {expected}, got {values[index].item()} at index {where} (M3ATTN_CHECK=1)")
 
 
-def check_step(batch: PagedBatch, tokens: int, *, num_pages: int) -> None:
-    """Lengths within the bounds, offsets ascending from 0 and within T, live page ids in range."""
+def check_step(batch: PagedBatch, tokens: int, *, num_pages: int | None) -> None:
+    """Lengths within the bounds, offsets ascending from 0 and within T; live page ids in range, where a stage reads pages at all."""
     if not enabled():
         return
     lengths, offsets = batch.seq_lens, batch.cu_seqlens_q
@@ -30,6 +30,8 @@ def check_step(batch: PagedBatch, tokens: int, *, num_pages: int) -> None:
     steps = offsets.diff()
     _refuse_first("batch.cu_seqlens_q (differences)", steps, (steps < 0) | (steps > batch.max_seqlen_q), f"0 to max_seqlen_q {batch.max_seqlen_q}")
     _refuse_first("batch.cu_seqlens_q", offsets, offsets > tokens, f"offsets of at most {tokens} query rows")
+    if num_pages is None:
+        return
     pages = batch.page_table
     live = torch.arange(pages.shape[1], device=pages.device)[None, :] * batch.page_size < lengths[:, None]
     _refuse_first("batch.page_table", pages, live & ((pages < 0) | (pages >= num_pages)), f"page ids from 0 to {num_pages - 1}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from m3attn.batch import PagedBatch
-from m3attn.checks import check_no_grad
+from m3attn.checks import check_no_grad, check_outputs
 from m3attn.choice import resolve
 from m3attn.problem import Problem
 from m3attn.registry import Implementation
@@ -38,6 +38,8 @@ def execute(
     implementation = resolve(stage, problem, impl)
     check_no_grad(implementation.key, inputs)
     if shape is not None and (scratch := scratch_for(implementation, shape, workspace, device)) is not None:
+        if workspace is not None:
+            check_outputs({"workspace": workspace}, {f.name: t for f in fields(call) if isinstance(t := getattr(call, f.name), torch.Tensor)})
         call = replace(call, workspace=scratch)
     if os.environ.get("M3ATTN_LOG_CALLS", "0") == "1":
         print(f"m3attn: {stage} {implementation.key} {_describe(call)}", file=sys.stderr)

@@ -88,7 +88,7 @@ def _eager(
         arch=arch_of(device), num_index_heads=heads, page_size=batch.page_size, block_size=batch.block_size, topk=topk, phase=batch.phase
     )
     call = SelectBlocksCall(scores, batch, topk, init_blocks, local_blocks, out)
-    device_checks.check_step(batch, tokens, num_pages=1 << 31)
+    device_checks.check_step(batch, tokens, num_pages=None)
     execute("select_blocks", call, problem, impl, (scores,), device=device)
     return out
 
