@@ -4,6 +4,7 @@ import os
 
 import torch
 
+# Tests run in as many processes as there are cores.
+torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)

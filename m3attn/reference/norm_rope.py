@@ -72,39 +72,30 @@ def qk_norm_rope_insert_call(call: QkNormRopeInsertCall) -> None:
             indexable(out).zero_()
 
     live = ((call.positions >= 0) & (call.positions < call.cos_sin.shape[0])).nonzero().squeeze(1)
+    index_k_cache = None if call.index_k_cache is None else call.index_k_cache[:, None]
     for chunk in token_slices(live.numel(), sum(parts) * head_dim * 4 * 4):
         rows = live[chunk]
-        _norm_rope_store(call, rows, q, call.q_weight, call.q_out, call.q_scale)
-        _norm_rope_insert(call, rows, k, call.k_weight, call.k_cache, call.slots, call.k_scale)
-        if call.v_cache is not None:
+
+        def roped(heads: torch.Tensor, weight: torch.Tensor | None, rows: torch.Tensor = rows) -> torch.Tensor:
+            assert weight is not None, "index heads come with norm weights"
+            return norm_rope(heads[rows], weight, call.positions[rows], call.cos_sin, eps=call.eps)
+
+        _store(q if call.q_out is None else call.q_out, rows, roped(q, call.q_weight), call.q_scale)
+        if call.k_cache is None or call.v_cache is None:
+            _store(k, rows, roped(k, call.k_weight), UNIT)
+        else:
+            assert call.slots is not None, "a cache comes with slots"
+            insert(call.k_cache, call.slots[rows], roped(k, call.k_weight), call.k_scale)
             insert(call.v_cache, call.slots[rows], v[rows], call.v_scale)
         if index:
             index_q, index_k = index
-            index_cache = None if call.index_k_cache is None else call.index_k_cache[:, None]
-            _norm_rope_store(call, rows, index_q, call.index_q_weight, call.index_q_out, call.index_q_scale)
-            _norm_rope_insert(call, rows, index_k, call.index_k_weight, index_cache, call.index_slots, call.index_k_scale)
+            _store(index_q if call.index_q_out is None else call.index_q_out, rows, roped(index_q, call.index_q_weight), call.index_q_scale)
+            if index_k_cache is None:
+                _store(index_k, rows, roped(index_k, call.index_k_weight), UNIT)
+            else:
+                assert call.index_slots is not None, "an index cache comes with slots"
+                insert(index_k_cache, call.index_slots[rows], roped(index_k, call.index_k_weight), call.index_k_scale)
 
 
-def _norm_rope_store(
-    call: QkNormRopeInsertCall, rows: torch.Tensor, heads: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, scale: Scale
-) -> None:
-    """Rows `rows` of `heads` [T, H, D], into the same rows of `out`, or in place."""
-    out = heads if out is None else out
-    values = norm_rope(heads[rows], weight, call.positions[rows], call.cos_sin, eps=call.eps)
+def _store(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, scale: Scale) -> None:
     indexable(out)[rows] = indexable(saturating_cast(values, out.dtype, scale))
-
-
-def _norm_rope_insert(
-    call: QkNormRopeInsertCall,
-    rows: torch.Tensor,
-    heads: torch.Tensor,
-    weight: torch.Tensor,
-    cache: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    scale: Scale,
-) -> None:
-    """Rows `rows` of `heads` [T, H, D], into `cache` at their slots, or in place without a cache."""
-    if cache is None:
-        _norm_rope_store(call, rows, heads, weight, None, UNIT)
-    else:
-        insert(cache, slots[rows], norm_rope(heads[rows], weight, call.positions[rows], call.cos_sin, eps=call.eps), scale)

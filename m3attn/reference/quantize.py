@@ -63,6 +63,7 @@ def quantize_fp8_call(call: QuantizeFp8Call) -> None:
     if call.mode == "static":
         call.out.copy_(saturating_cast(call.x, call.out.dtype, call.scale))
         return
+    assert call.scale_out is not None, "a dynamic scale is written out"
     out, scale = quantize_fp8(call.x, scale=call.mode, dtype=call.out.dtype)
     call.out.copy_(out)
     call.scale_out.copy_(scale.reshape(call.scale_out.shape))

@@ -6,6 +6,7 @@ A tolerance is a tensor beside the exact result, so that rows of very different 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import einsum, rearrange
@@ -106,7 +107,14 @@ def attention_bound(
     """
     k, v = cache.key_value()
     k_scale, v_scale, _ = cache.scales()
-    options = {"sm_scale": sm_scale, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sink_key": sink_key, "dtype": torch.float64}
+    options: dict[str, Any] = {
+        "sm_scale": sm_scale,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sink_key": sink_key,
+        "dtype": torch.float64,
+    }
     if ids is None:
         exact, exact_lse = dense_attention(q, k, v, batch, **options)
         ids = torch.arange(batch.num_blocks, device=q.device).expand(k.shape[1], q.shape[0], -1)
@@ -187,7 +195,7 @@ def score_bound(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(exact scores in fp64, tolerance), both [Hi, T, blocks]; the tolerance is 0 where no token is visible."""
     keys = cache.index_key()
-    scales = {"index_q_scale": index_q_scale, "index_k_scale": cache.scales()[2]}
+    scales: dict[str, Any] = {"index_q_scale": index_q_scale, "index_k_scale": cache.scales()[2]}
     exact = index.index_score(index_q, keys, batch, dtype=torch.float64, **scales)
     plain = index.index_score(index_q, keys, batch, dtype=torch.float32, **scales).double()
     size = index.index_score(index_q.float().abs(), keys.float().abs(), batch, dtype=torch.float64, **scales)

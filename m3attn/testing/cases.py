@@ -61,8 +61,8 @@ class Step:
     def id(self) -> str:
         return f"{self.name}-p{self.page_size}b{self.block_size}"
 
-    def geometry(self) -> dict[str, object]:
-        return {"page_size": self.page_size, "block_size": self.block_size, "phase": self.phase}
+    def problem(self, arch: str) -> Problem:
+        return Problem(arch=arch, page_size=self.page_size, block_size=self.block_size, phase=self.phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class AttentionCase:
 
     def problem(self, arch: str) -> Problem:
         q_dtype, kv_dtype = MODES[self.mode]
-        return Problem(
-            arch=arch,
+        return replace(
+            self.step.problem(arch),
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -107,7 +107,6 @@ class AttentionCase:
             sink=self.sink is not None,
             lse=True,
             fp8_pv=self.mode == "fp8_pv",
-            **self.step.geometry(),
         )
 
 
@@ -133,14 +132,13 @@ class IndexCase:
         return "-".join(parts + (["scaled"] if self.scaled else []))
 
     def problem(self, arch: str) -> Problem:
-        return Problem(
-            arch=arch,
+        return replace(
+            self.step.problem(arch),
             num_index_heads=self.num_heads,
             index_dim=self.dim,
             topk=self.topk,
             index_q_dtype=dtype_name(self.q_dtype),
             index_dtype=dtype_name(self.k_dtype),
-            **self.step.geometry(),
         )
 
 
@@ -162,7 +160,7 @@ class SelectCase:
         return "-".join([self.step.id, f"h{self.num_heads}", forced, self.scores] + (["token_major"] if self.token_major else []))
 
     def problem(self, arch: str) -> Problem:
-        return Problem(arch=arch, num_index_heads=self.num_heads, topk=self.topk, **self.step.geometry())
+        return replace(self.step.problem(arch), num_index_heads=self.num_heads, topk=self.topk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ PREFILL = pick(
 )
 
 
-def base(stage: str, step: Step = DECODE, mode: str = "fp32", **changes: object) -> AttentionCase:
+def base(stage: str, step: Step = DECODE, mode: str = pick("fp32", "bf16"), **changes: object) -> AttentionCase:
     topk = pick(3, 16) if stage == "sparse_attention" else 0
     case = AttentionCase(step, pick(4, 64), pick(2, 4), head_dim=pick(64, 128), topk=topk, mode=mode)
     return replace(case, **changes)
@@ -279,12 +279,12 @@ def test_garbage_queries_of_empty_rows(stage: str, key: str, sink: torch.dtype |
 @BOTH
 def test_queries_of_very_different_size(stage: str, key: str) -> None:
     """Precision is relative to each row's logits: rows scaled by 2^-8 to 2^8 in one tile."""
-    inputs = prepare(stage, key, base(stage, PREFILL, mode=pick("fp32", "bf16")))
+    inputs = prepare(stage, key, base(stage, PREFILL))
     exponent = torch.arange(inputs.q.shape[0], device=DEVICE) % 17 - 8
     inputs.q.mul_((2.0**exponent)[:, None, None].to(inputs.q.dtype))
     assert_bound(stage, key, inputs, run(stage, key, inputs))
     for power in pick((8,), (-8, -4, 2, 4, 6, 8)):
-        inputs = prepare(stage, key, base(stage, DECODE, mode=pick("fp32", "bf16")), q_factor=2.0**power)
+        inputs = prepare(stage, key, base(stage), q_factor=2.0**power)
         assert_bound(stage, key, inputs, run(stage, key, inputs))
 
 

@@ -15,6 +15,8 @@ from m3attn.testing.cases import MODES, AttentionCase, IndexCase, NormRopeCase, 
 from m3attn.testing.inputs import AttentionInputs, attention_inputs, index_inputs, norm_rope_inputs
 from m3attn.testing.matrix import DEVICE, arch, keys, pick, skip_if_declined, stage_keys
 
+pytestmark = pytest.mark.usefixtures("large_memory")
+
 BLOCK = pick(16, 128)
 BEYOND = pick(1 << 14, 1 << 31)
 """Elements that a 32-bit offset cannot pass."""

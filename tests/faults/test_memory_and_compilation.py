@@ -12,7 +12,7 @@ from m3attn.testing.cases import AttentionCase, IndexCase, MergeCase, QuantizeCa
 from m3attn.testing.inputs import attention_inputs, index_inputs, merge_inputs, quantize_input
 from m3attn.testing.matrix import DEVICE, gpu_only, stage_keys
 
-pytestmark = gpu_only
+pytestmark = [*gpu_only, pytest.mark.usefixtures("large_memory")]
 
 ATTENTION = [p for p in stage_keys("sparse_attention", "dense_attention") if p.values[1] != "reference"]
 STEPS = (Step("decode", (1,) * 4, (2_000, 1_000, 128, 3_000)), Step("prefill", (200, 100), (2_000, 300)))
