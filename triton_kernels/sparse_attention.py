@@ -42,11 +42,11 @@ SETTINGS: dict[tuple[str, str], Settings] = {
     ("prefill", "half"): Settings(64, 4, 3),
     ("prefill", "widen"): Settings(64, 4, 3),
     ("prefill", "fp8"): Settings(64, 4, 3),
-    ("prefill", "fp32"): Settings(32, 4, 2),
+    ("prefill", "fp32"): Settings(16, 8, 2),
     ("decode", "half"): Settings(64, 4, 3),
     ("decode", "widen"): Settings(64, 4, 4),
     ("decode", "fp8"): Settings(64, 4, 4),
-    ("decode", "fp32"): Settings(32, 4, 2),
+    ("decode", "fp32"): Settings(16, 8, 2),
 }
 """(phase, mode) -> settings; verify takes decode's, fp8_pv takes fp8's."""
 
@@ -305,8 +305,12 @@ def _tiles(phase: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: t
     """Launch settings, and the compile-time arguments that both kernels share."""
     group, head_dim, topk = q.shape[1] // k.shape[1], q.shape[2], ids.shape[2]
     block_d = next_power_of_2(head_dim)
+    block_m = max(16, next_power_of_2(group))
     bytes_per_key = block_d * (k.element_size() + v.element_size())
     settings = settings_for(phase, mode_of(q, k), current_arch(q.device), bytes_per_key, batch.block_size)
+    if block_m * block_d > 4096:
+        # Twice the registers for twice the output.
+        settings = replace(settings, num_warps=2 * settings.num_warps)
     tiles = dict(
         TOPK=topk,
         PADDED_TOPK=next_power_of_2(topk),
@@ -314,7 +318,7 @@ def _tiles(phase: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: t
         PAGE_SIZE=batch.page_size,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_M=max(16, next_power_of_2(group)),
+        BLOCK_M=block_m,
         BLOCK_N=settings.block_n,
         BLOCK_D=block_d,
         BLOCK_B=block_b(batch),

@@ -12,7 +12,7 @@ from m3attn.triton_kernels.primitives import finish_softmax, online_softmax
 def entries_to_walk(ids_ptr, ids_stride, visible, TOPK: tl.constexpr, PADDED_TOPK: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """How many leading entries of a row's ids hold every usable one; ids in any order, others in between."""
     entries = tl.arange(0, PADDED_TOPK)
-    blocks = tl.load(ids_ptr + entries * ids_stride, mask=entries < TOPK, other=-1)  # [PADDED_TOPK]
+    blocks = tl.load(ids_ptr + entries.to(tl.int64) * ids_stride, mask=entries < TOPK, other=-1)  # [PADDED_TOPK]
     usable = (blocks >= 0) & (blocks < tl.cdiv(visible, BLOCK_SIZE))
     return tl.max(tl.where(usable, entries + 1, 0), axis=0)
 
@@ -21,7 +21,7 @@ def entries_to_walk(ids_ptr, ids_stride, visible, TOPK: tl.constexpr, PADDED_TOP
 def selected_tile(ids_ptr, ids_stride, step, end_step, visible, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """First key of tile `step` of the selected blocks; `visible`, so that no key follows, where its id is unusable."""
     TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    block = tl.load(ids_ptr + (step // TILES) * ids_stride, mask=step < end_step, other=-1)
+    block = tl.load(ids_ptr + tl.cast(step // TILES, tl.int64) * ids_stride, mask=step < end_step, other=-1)
     usable = (block >= 0) & (block < tl.cdiv(visible, BLOCK_SIZE))
     return tl.where(usable, tl.where(usable, block, 0) * BLOCK_SIZE + step % TILES * BLOCK_N, visible)
 

@@ -74,11 +74,11 @@ def choose_ids(case: Case, position: int, generator: torch.Generator) -> list[in
     picked = sorted(torch.randperm(visible, generator=generator)[: case.topk].tolist())
     if case.ids == "valid":
         return picked + [-1] * (case.topk - len(picked))
-    junk = [-1, INT32_MAX, visible, visible + 1, -(2**31), 1 << 30]
-    row = picked[: case.topk - 2][::-1]
-    while len(row) < case.topk:
-        row.insert((len(row) * 7) % (len(row) + 1), junk[len(row) % len(junk)])
-    return row
+    junk = [INT32_MAX, -1, visible, -(2**31), visible + 1, 1 << 30]
+    row = []
+    for n, block in enumerate(reversed(picked[: case.topk // 2])):
+        row += [junk[(position + n) % len(junk)], block]
+    return row + [-1] * (case.topk - len(row))
 
 
 def make(case: Case, seed: int = 0) -> SparseAttentionCall:
