@@ -366,7 +366,7 @@ def score_rows(call: IndexScoreCall | IndexTopkCall, out: torch.Tensor, row_begi
     key = (settings_class(current_arch(q.device)), dot_type.itemsize)
     decode = batch.max_seqlen_q <= DECODE_MAX_SEQLEN_Q
     table: dict[tuple[str, int], Any] = DECODE_SETTINGS if decode else PREFILL_SETTINGS
-    settings = settings_override if isinstance(settings_override, DecodeSettings if decode else PrefillSettings) else table[key]
+    settings: Any = settings_override if isinstance(settings_override, DecodeSettings if decode else PrefillSettings) else table[key]
     programs = settings.programs_per_sm * num_sms(q.device)
     schedule: dict[str, Any] = {"FILL": fill, "BLOCK_N": settings.block_n}
     if decode:
