@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from einops import rearrange
 
@@ -66,7 +68,8 @@ def qk_norm_rope_insert_call(call: QkNormRopeInsertCall) -> None:
     if call.num_index_heads:
         parts += [call.num_index_heads, 1]
     packed = call.qkv[:, : sum(parts) * head_dim].unflatten(1, (-1, head_dim))
-    q, k, v, *index = packed.split(parts, dim=1)
+    # narrow, not split: autograd allows no writes to the views that split gives.
+    q, k, v, *index = (packed.narrow(1, start, heads) for start, heads in zip(accumulate(parts, initial=0), parts, strict=False))
     for out in (call.q_out, call.index_q_out):
         if out is not None:
             indexable(out).zero_()
