@@ -56,10 +56,19 @@ def test_tables_agree_with_the_results() -> None:
 
 def test_tables_show_what_a_row_says() -> None:
     tables = runpy.run_path(str(ROOT / "tools" / "results_tables.py"))
-    row = dict(
-        stage="index_score", implementation="triton", heads="64/4", shape="P1", mode="bf16", selection=None,
-        median_us=250.0, floor_us=100.0, share=0.4, tflops=300.0, tbps=1.5, peer=False, commit="0123456789abcdef", gpu="Some GPU", versions={"torch": "2.11.0", "triton": "3.6.0"},
-    )  # fmt: skip
+    place = {"stage": "index_score", "heads": "64/4", "shape": "P1", "mode": "bf16", "selection": None, "gpu": "Some GPU"}
+    run = {"commit": "0123456789abcdef", "versions": {"torch": "2.11.0", "triton": "3.6.0"}}
+    row = {
+        "implementation": "triton",
+        "peer": False,
+        "median_us": 250.0,
+        "floor_us": 100.0,
+        "share": 0.4,
+        "tflops": 300.0,
+        "tbps": 1.5,
+        **place,
+        **run,
+    }
     peer = row | {"implementation": "somebody", "median_us": 500.0, "peer": True}
     older_peer = peer | {"median_us": 1.0, "commit": "fedcba9876543210"}
     rows = json.loads(json.dumps([row, peer, older_peer]))
