@@ -388,6 +388,7 @@ def xs_norm_rope() -> list[NormRopeCase]:
         replace(cached, cache_dtype=E4M3, index_dtype=E4M3, q_out_dtype=E4M3, scaled=True, layout="packed"),
         replace(cached, cache_dtype=E5M2, dtype=fp16, q_out_dtype=fp16, index_dtype=E4M3),
         replace(cached, index_dtype=E4M3),
+        replace(cached, integer=torch.int64, tokens=9),
         replace(cached, num_index_heads=0, index_dtype=None, rotary_dim=32),
     ]
 

@@ -277,7 +277,9 @@ def norm_rope_inputs(case: NormRopeCase, device: torch.device | str, *, seed: in
     angle = torch.arange(max_position)[:, None] * 10_000.0 ** (-torch.arange(case.rotary_dim // 2) / (case.rotary_dim // 2))
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1).to(device=device, dtype=case.weight_dtype)
     positions = torch.randint(max_position, (case.tokens,), generator=gen)
-    positions[3::7] = torch.tensor((-1, max_position, 2**31 - 1))[torch.arange(len(positions[3::7])) % 3]
+    # Past 32 bits a truncated number looks valid.
+    far = 2**32 + 3 if case.integer == torch.int64 else 2**31 - 1
+    positions[3::7] = torch.tensor((far, -1, max_position))[torch.arange(len(positions[3::7])) % 3]
 
     options: dict[str, Any] = {"heads": heads, "skip_index": case.skip_index}
     with_index = heads[2] > 0 and not case.skip_index
@@ -293,7 +295,7 @@ def norm_rope_inputs(case: NormRopeCase, device: torch.device | str, *, seed: in
         capacity = num_pages * case.page_size
         slots, index_slots = (torch.randperm(capacity, generator=gen)[: case.tokens] for _ in range(2))
         for mapping in (slots, index_slots):
-            mapping[2::5] = torch.tensor((-1, capacity, 2**31 - 1, -(2**31)))[torch.arange(len(mapping[2::5])) % 4]
+            mapping[2::5] = torch.tensor((far, -1, capacity, -(2**31)))[torch.arange(len(mapping[2::5])) % 4]
         _, _, cache = key_value_pools(case.layout, num_pages, heads[1], case.page_size, dim, case.cache_dtype, device)
         index_k = None
         if with_index and case.index_dtype is not None:

@@ -23,14 +23,16 @@ def arch() -> str:
     return arch_of(torch.device(DEVICE))
 
 
-def keys(stage: str) -> list[Any]:
-    """One parameter an implementation of `stage`."""
-    return [pytest.param(i.key, id=f"{i.key}-xs", marks=MARKS) for i in m3attn.implementations(stage)]
+def keys(stage: str, *, size: str = "xs", kernels_only: bool = False) -> list[Any]:
+    """One parameter an implementation of `stage`; `size` ends its id, where `xs` says that a memory checker can run it."""
+    pairs = stage_keys(stage, size=size, kernels_only=kernels_only)
+    return [pytest.param(p.values[1], id=f"{p.values[1]}-{size}", marks=MARKS) for p in pairs]
 
 
-def stage_keys(*stages: str) -> list[Any]:
-    """One (stage, key) parameter an implementation of each of `stages`."""
-    return [pytest.param(s, i.key, id=f"{s}-{i.key}-xs", marks=MARKS) for s in stages for i in m3attn.implementations(s)]
+def stage_keys(*stages: str, size: str = "xs", kernels_only: bool = False) -> list[Any]:
+    """One (stage, key) parameter an implementation of each of `stages`; `kernels_only` leaves the reference out."""
+    pairs = [(s, i.key) for s in stages for i in m3attn.implementations(s) if i.key != "reference" or not kernels_only]
+    return [pytest.param(stage, key, id=f"{stage}-{key}-{size}", marks=MARKS) for stage, key in pairs]
 
 
 def pick(xs: R, full: R) -> R:

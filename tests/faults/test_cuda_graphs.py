@@ -3,10 +3,12 @@
 Without a GPU the same steps run with a plain second call in place of the replay.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from m3attn.dtypes import E4M3
 from m3attn.reference.numerics import indexable
 from m3attn.testing.cases import AttentionCase, IndexCase, MergeCase, NormRopeCase, Step
 from m3attn.testing.inputs import attention_inputs, generator, index_inputs, merge_inputs, norm_rope_inputs, normal, random_ids, score_fill
-from m3attn.testing.matrix import DEVICE, MARKS, arch, gpu_only, pick, skip_if_declined
+from m3attn.testing.matrix import DEVICE, arch, gpu_only, keys, pick, skip_if_declined
 
 BLOCK = pick(16, 128)
 DECODE = Step("decode", (1, 1, 1, 1), (3 * BLOCK, 2 * BLOCK + 9, 5 * BLOCK, BLOCK), page_size=BLOCK, block_size=BLOCK, padded_rows=1)
@@ -26,9 +28,9 @@ PREFILL = Step("prefill", (pick(3, 140), 1, pick(2, 33), 1), (5 * BLOCK, BLOCK, 
 STEPS = pytest.mark.parametrize("step", [DECODE, VERIFY, PREFILL], ids=lambda step: step.name)
 
 
-def kernels(stage: str) -> list:
+def kernels(stage: str) -> list[Any]:
     """The implementations that can be captured: all but the reference."""
-    return [pytest.param(i.key, id=f"{i.key}-xs", marks=MARKS) for i in m3attn.implementations(stage) if i.key != "reference"]
+    return keys(stage, kernels_only=True)
 
 
 class Captured:
@@ -246,8 +248,7 @@ raise SystemExit("captured a kernel that was not compiled")
 
 @pytest.mark.parametrize("script", [pytest.param(SCRIPT, id="cold", marks=gpu_only)])
 def test_nothing_compiles_under_capture(script: str, tmp_path) -> None:
-    environment = {"TRITON_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", script], env={**__import__("os").environ, **environment}, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

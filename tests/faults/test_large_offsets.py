@@ -60,7 +60,7 @@ def used_pages_last(batch: PagedBatch, step: Step, num_pages: int, *pools: torch
 
 @STEPS
 @pytest.mark.parametrize("mode", pick(["fp32"], ["bf16", "widen_e4m3", "fp8", "fp8_pv"]))
-@pytest.mark.parametrize(("stage", "key"), stage_keys("sparse_attention", "dense_attention"))
+@pytest.mark.parametrize(("stage", "key"), stage_keys("sparse_attention", "dense_attention", size="large"))
 def test_attention_over_a_view_with_a_large_page_stride(stage: str, key: str, mode: str, step: Step) -> None:
     topk = 2 if stage == "sparse_attention" else 0
     case = AttentionCase(step, pick(2, 64), pick(1, 4), pick(64, 128), topk=topk, mode=mode)
@@ -76,7 +76,7 @@ def test_attention_over_a_view_with_a_large_page_stride(stage: str, key: str, mo
 
 @STEPS
 @pytest.mark.parametrize("dtype", pick([torch.float32], [torch.bfloat16, E4M3]), ids=str)
-@pytest.mark.parametrize(("stage", "key"), stage_keys("index_score", "index_topk"))
+@pytest.mark.parametrize(("stage", "key"), stage_keys("index_score", "index_topk", size="large"))
 def test_indexer_over_a_view_with_a_large_page_stride(stage: str, key: str, dtype: torch.dtype, step: Step) -> None:
     case = IndexCase(step, pick(2, 4), pick(64, 128), q_dtype=dtype, k_dtype=dtype, topk=2)
     skip_if_declined(stage, key, case.problem(arch()))
@@ -90,7 +90,7 @@ def test_indexer_over_a_view_with_a_large_page_stride(stage: str, key: str, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
-@pytest.mark.parametrize("key", keys("qk_norm_rope_insert"))
+@pytest.mark.parametrize("key", keys("qk_norm_rope_insert", size="large"))
 def test_insertion_at_far_slots(key: str, dtype: torch.dtype) -> None:
     """The last pages of caches with a large page stride get the same bytes as those of small caches."""
     case = NormRopeCase(pick(6, 64), 2, 1, 1, cache_dtype=dtype, index_dtype=dtype, q_out_dtype=torch.bfloat16)
@@ -107,7 +107,7 @@ FAR_ROWS = pick(40, 262_272)
 
 
 @pytest.mark.parametrize("mode", pick(["fp32"], ["bf16", "fp8"]))
-@pytest.mark.parametrize("key", [p for p in keys("sparse_attention") if p.values[0] != "reference"])
+@pytest.mark.parametrize("key", keys("sparse_attention", size="large", kernels_only=True))
 def test_attention_rows_beyond_32_bits(key: str, mode: str) -> None:
     """q and out of more than 2^31 elements; all rows but the last request's are empty."""
     small = Step("last", (3,), (3 * BLOCK,), page_size=BLOCK, block_size=BLOCK)
@@ -135,7 +135,7 @@ def test_attention_rows_beyond_32_bits(key: str, mode: str) -> None:
     assert bool((out[:-3] == 0).all()) and bool((lse[:-3] == float("-inf")).all())
 
 
-@pytest.mark.parametrize("key", [p for p in keys("index_score") if p.values[0] != "reference"])
+@pytest.mark.parametrize("key", keys("index_score", size="large", kernels_only=True))
 def test_scores_beyond_32_bits(key: str) -> None:
     """A score tensor of more than 2^31 elements, and the selection from it."""
     blocks = pick(5, 2_100)
@@ -163,7 +163,7 @@ def test_scores_beyond_32_bits(key: str) -> None:
     assert bool((ids[:, :-3] == -1).all())
 
 
-@pytest.mark.parametrize("key", [p for p in keys("merge_attention_states") if p.values[0] != "reference"])
+@pytest.mark.parametrize("key", keys("merge_attention_states", size="large", kernels_only=True))
 def test_merging_beyond_32_bits(key: str) -> None:
     shape = (FAR_ROWS, 64, pick(16, 128))
     out_a, out_b = (torch.full(shape, value, dtype=torch.bfloat16, device=DEVICE) for value in (1.0, 3.0))
@@ -174,7 +174,7 @@ def test_merging_beyond_32_bits(key: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [None, "row"])
-@pytest.mark.parametrize("key", [p for p in keys("quantize_fp8") if p.values[0] != "reference"])
+@pytest.mark.parametrize("key", keys("quantize_fp8", size="large", kernels_only=True))
 def test_quantising_beyond_32_bits(key: str, scale: str | None) -> None:
     x = torch.zeros(pick(100, (1 << 31) // 128 + 100), 128, dtype=torch.bfloat16, device=DEVICE)
     x[-3:] = torch.arange(3 * 128, device=DEVICE).view(3, 128) / 8
@@ -186,7 +186,7 @@ def test_quantising_beyond_32_bits(key: str, scale: str | None) -> None:
     assert torch.equal(raw(result[-3:]), raw(expected)) and bool((indexable(result)[:-3] == 0).all())
 
 
-@pytest.mark.parametrize("key", [p for p in keys("qk_norm_rope_insert") if p.values[0] != "reference"])
+@pytest.mark.parametrize("key", keys("qk_norm_rope_insert", size="large", kernels_only=True))
 def test_packed_rows_beyond_32_bits(key: str) -> None:
     """A packed tensor of more than 2^31 elements; only the last rows have positions inside the table."""
     case = NormRopeCase(3, pick(2, 64), pick(1, 4), pick(1, 4), q_out_dtype=torch.bfloat16)

@@ -64,7 +64,7 @@ def test_a_small_workspace_limit_changes_only_rounding(stage: str, key: str, q_l
     attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options).check(out, lse)
 
 
-@pytest.mark.parametrize("key", [p for p in keys("index_topk") if p.values[0] != "reference"])
+@pytest.mark.parametrize("key", keys("index_topk", size="large", kernels_only=True))
 def test_a_long_request_in_chunks(key: str) -> None:
     """One request in chunks up to its full length: sampled rows of each chunk against fp64, selection and attention."""
     chunk, chunks = pick(3, 8_192), pick(4, 32)

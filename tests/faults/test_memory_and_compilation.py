@@ -14,7 +14,7 @@ from m3attn.testing.matrix import DEVICE, gpu_only, stage_keys
 
 pytestmark = [*gpu_only, pytest.mark.usefixtures("large_memory")]
 
-ATTENTION = [p for p in stage_keys("sparse_attention", "dense_attention") if p.values[1] != "reference"]
+ATTENTION = stage_keys("sparse_attention", "dense_attention", size="large", kernels_only=True)
 STEPS = (Step("decode", (1,) * 4, (2_000, 1_000, 128, 3_000)), Step("prefill", (200, 100), (2_000, 300)))
 
 
@@ -65,7 +65,7 @@ def test_attention_copies_no_pool(stage: str, key: str, step: Step, mode: str, l
 
 @pytest.mark.parametrize("layout", ["plain", "layers", "interleaved"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
-@pytest.mark.parametrize(("stage", "key"), [p for p in stage_keys("index_score", "index_topk") if p.values[1] != "reference"])
+@pytest.mark.parametrize(("stage", "key"), stage_keys("index_score", "index_topk", size="large", kernels_only=True))
 def test_the_indexer_copies_no_pool(stage: str, key: str, step: Step, layout: str) -> None:
     inputs = index_inputs(IndexCase(step), DEVICE)
     small = inputs.cache.index_key()
