@@ -42,5 +42,5 @@ def draw(ids: torch.Tensor, num_blocks: int, block_size: int, path: Path) -> Non
         panel.set_title(f"KV group {group}")
         panel.set_xlabel(f"block of {block_size} positions")
     panels[0].set_ylabel("query position")
-    figure.suptitle("Blocks chosen by each query in the last layer (random weights)")
+    figure.suptitle("Blocks chosen by each query, last layer")
     figure.savefig(path, dpi=150)
