@@ -501,3 +501,29 @@ def test_kernel_files_list_candidates(stage, phase):
     assert len({v.label for v in found}) == len(found)
     if stage != "merge_attention_states":
         assert len(found) > 3
+
+
+def test_tables_are_generated_between_markers(tmp_path):
+    from m3attn.bench import tables
+
+    versions = {"torch": "2.11.0", "python": "3.12"}
+    rows = [
+        result_row(median_us=2000.0, floor_us=500.0, share=0.25, commit="c" * 40, versions=versions, peer=False),
+        result_row(implementation=VLLM, median_us=2500.0, floor_us=500.0, share=0.2, commit="c" * 40, versions=versions, peer=True),
+        result_row(heads="8/1", shape="prod", median_us=50.0, floor_us=25.0, share=0.5, commit="c" * 40, versions=versions, peer=False),
+    ]
+    results.update(tmp_path, rows)
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- bench: index_topk -->\nold\n<!-- end bench -->\nbetween\n<!-- bench: step -->\n<!-- end bench -->\nafter\n")
+    command = ["--results", str(tmp_path), str(page)]
+    assert tables.main(["--check", *command]) == 1 and "old" in page.read_text()
+    assert tables.main(command) == 0
+    content = page.read_text()
+    assert "| 64/4 | P1 | bf16 |  | 500 us | 2.00 ms (25%) | 2.50 ms (20%) |" in content
+    assert "| 8/1 | prod | bf16 |  | 25.0 us | 50.0 us (50%) |  |" in content
+    assert "NVIDIA H200, commit cccccccccccc, torch 2.11.0;" in content and "| triton | vllm_triton |" in content
+    assert "No measurement of step" in content and "old" not in content and content.startswith("before\n") and content.endswith("after\n")
+    assert tables.main(["--check", *command]) == 0
+    page.write_text("<!-- bench: nothing -->\n<!-- end bench -->\n")
+    with pytest.raises(ValueError, match="bench marker"):
+        tables.main(command)

@@ -95,6 +95,7 @@ def test_bad_options_of_the_demo(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:kv_cache_dtype fp8_e5m2")
 @NO_GPU
 @pytest.mark.parametrize(
     ("arguments", "mode"),

@@ -1,0 +1,101 @@
+"""Tables of README and docs, generated from the result files: `python -m m3attn.bench.tables [--check] [FILE …]`.
+
+In a Markdown file, what stands between `<!-- bench: STAGE … -->` and `<!-- end bench -->` is replaced by the tables of these stages, one a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from m3attn.bench import results
+from m3attn.bench.report import us
+from m3attn.bench.results import Row
+from m3attn.bench.stages import STAGES
+
+REGION = re.compile(r"(<!-- bench:(?P<stages>[^>]*?)-->\n).*?(<!-- end bench -->)", re.DOTALL)
+PLACE = ("heads", "shape", "mode", "selection")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows of one result file: implementations side by side, each time with its ratio to the measured floor."""
+    first = rows[0]
+    names = sorted({row["implementation"] for row in rows}, key=lambda name: (any(r.get("peer") for r in rows if r["implementation"] == name), name))
+    places = list(dict.fromkeys(tuple(row[part] for part in PLACE) for row in sorted(rows, key=_order)))
+    by_place = {(*(row[part] for part in PLACE), row["implementation"]): row for row in rows}
+    lines = [
+        f"`{first['stage']}` on {first['gpu']}, commit {first['commit'][:12]}, {versions(first)}; in brackets the share of the floor.",
+        "",
+        _line(["heads", "shape", "mode", "selection", "floor", *names]),
+        _line(["---"] * 4 + ["---:"] * (1 + len(names))),
+    ]
+    for place in places:
+        here = {name: by_place.get((*place, name)) for name in names}
+        floor = next(row["floor_us"] for row in here.values() if row is not None)
+        cells = ["" if row is None else f"{us(row['median_us'])} ({100 * row['share']:.0f}%)" for row in here.values()]
+        lines.append(_line([*("" if part is None else part for part in place), us(floor), *cells]))
+    return "\n".join(lines)
+
+
+def _order(row: Row) -> tuple[object, ...]:
+    """Heads from many to few, then shapes, modes and selections as they are named."""
+    heads = row["heads"].partition("/")[0]
+    return (-int(heads) if heads.isdigit() else 0, row["shape"], row["mode"], row["selection"] or "")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def versions(row: Row) -> str:
+    return ", ".join(f"{name} {version}" for name, version in row["versions"].items() if name in ("torch", "triton", "nvidia-cutlass-dsl"))
+
+
+def region(stages: Sequence[str], folder: Path) -> str:
+    """The tables of `stages` from every GPU's file in `folder`; a line that says so where there is none.
+
+    Raises:
+        ValueError: an unknown stage.
+    """
+    parts = []
+    for stage in stages:
+        if stage not in STAGES:
+            raise ValueError(f"bench marker: expected stages among {', '.join(STAGES)}, got {stage!r}")
+        for path in sorted(folder.glob(f"*-{stage}.json")):
+            rows = results.read(path)
+            if rows:
+                parts.append(markdown(rows))
+    return "\n\n".join(parts) or f"No measurement of {', '.join(stages)} is recorded yet."
+
+
+def regenerate(content: str, folder: Path) -> str:
+    """A Markdown text with every region filled anew."""
+    return REGION.sub(lambda found: f"{found[1]}{region(found['stages'].split(), folder)}\n{found[3]}", content)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite the files, or with --check say which ones are out of date; returns 1 if any is."""
+    parser = argparse.ArgumentParser(prog="python -m m3attn.bench.tables", description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("files", nargs="*", type=Path, help="Markdown files; default: README.md and docs/*.md of the checkout")
+    parser.add_argument("--results", type=Path, default=results.default_folder(), help="folder of the result files")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
+    options = parser.parse_args(arguments)
+    root = results.checkout() or Path.cwd()
+    stale = 0
+    for path in options.files or [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        old = path.read_text()
+        new = regenerate(old, options.results)
+        if new == old:
+            continue
+        stale += 1
+        if not options.check:
+            path.write_text(new)
+        print(f"{path}: {'out of date' if options.check else 'written'}", file=sys.stderr)
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
