@@ -222,5 +222,5 @@ def norm_rope_bound(exact: torch.Tensor, dtype: torch.dtype, scale: float = 1.0)
 
     Rotation mixes two dims of a head, so fp32 errors are relative to the head's largest one.
     """
-    arithmetic = FP32_ERROR / 4 * exact.abs().amax(dim=-1, keepdim=True)
+    arithmetic = FP32_ERROR * exact.abs().amax(dim=-1, keepdim=True)
     return rounding(exact / scale, dtype) * scale * (1 + 2.0**-10) + arithmetic
