@@ -8,6 +8,7 @@ import torch
 
 from m3attn.batch import LayerCache, PagedBatch
 from m3attn.checks import check_int, check_tensor
+from m3attn.choice import for_stage
 from m3attn.rules import find_rule
 from m3attn.stages.index_score import index_score
 from m3attn.stages.index_topk import index_topk
@@ -130,7 +131,7 @@ def attend(
         block_size: positions of a block.
         rule: a selection rule's name.
         return_lse, return_ids: also return the LSE [B, S, Hq] fp32 and the ids [Hkv, B, S, K] int32, in this order.
-        impl: a registry key for every stage that runs; None: the choice in force.
+        impl: a registry key, for the stages that have it, or `stage=key` pairs; None: the choice in force.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name.
@@ -144,10 +145,11 @@ def attend(
     cache, batch = paged(k, v, index_k, block_size=block_size)
     flat_q, flat_index_q = q.flatten(0, 1), index_q.flatten(0, 1)
     if rule == "topk":
-        ids = index_topk(flat_index_q, cache, batch, topk=topk, impl=impl)
+        ids = index_topk(flat_index_q, cache, batch, topk=topk, impl=for_stage(impl, "index_topk"))
     else:
-        ids = chosen(index_score(flat_index_q, cache, batch, impl=impl), batch, topk=topk, impl=impl)
-    out, lse = sparse_attention(flat_q, cache, ids, batch, return_lse=True, impl=impl)
+        scores = index_score(flat_index_q, cache, batch, impl=for_stage(impl, "index_score"))
+        ids = chosen(scores, batch, topk=topk, impl=for_stage(impl, "select_blocks"))
+    out, lse = sparse_attention(flat_q, cache, ids, batch, return_lse=True, impl=for_stage(impl, "sparse_attention"))
     results = [out.view(batch_size, length, heads, dim)]
     if return_lse:
         results.append(lse.view(batch_size, length, heads))

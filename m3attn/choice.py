@@ -88,6 +88,15 @@ def _named(text: str, stage: str) -> str | None:
     return None
 
 
+def for_stage(choice: str | None, stage: str) -> str | None:
+    """What `impl=` of one stage is, of a choice made for several: the key it names for the stage, or None where it names none.
+
+    Raises:
+        ValueError: an unknown stage or key.
+    """
+    return None if choice is None else _named(choice, stage)
+
+
 def named_in_force(stage: str, environment: str | None) -> tuple[str | None, str]:
     """The key that `use(...)` or else `M3ATTN_IMPL` (`environment`) names for a stage and which of them does; (None, `auto`) if neither."""
     for text, source in ((_in_use.get(), "use(...)"), (environment, "M3ATTN_IMPL")):
@@ -180,6 +189,8 @@ def auto_order(stage: str, problem: Problem) -> list[str]:
 def _explain(stage: str, problem: Problem, impl: str | None, environment: str | None) -> Explanation:
     if stage not in STAGES:
         raise ValueError(f"stage: expected one of {', '.join(STAGES)}, got {stage!r}")
+    if impl is not None and ("=" in impl or "," in impl):
+        impl = _named(impl, stage)
     if impl is not None:
         known = registry.find(stage, impl)
         if known is None:

@@ -50,10 +50,11 @@ def check_slots(argument: str, slots: torch.Tensor | None, capacity: int) -> Non
 
 
 def check_ids(ids: torch.Tensor, num_blocks: int) -> None:
-    """Ids ascending with -1 at the tail, within the blocks."""
+    """Ids within the blocks or -1, no block twice in a list; the order is the implementation's to declare."""
     if not enabled():
         return
     _refuse_first("ids", ids, (ids < -1) | (ids >= num_blocks), f"block ids from 0 to {num_blocks - 1}, or -1")
-    later, earlier = ids[..., 1:], ids[..., :-1]
-    misplaced = (later != -1) & ((later <= earlier) | (earlier == -1))
-    _refuse_first("ids", ids, torch.nn.functional.pad(misplaced, (1, 0)), "ids ascending with -1 at the tail")
+    ordered, places = ids.sort(dim=-1)
+    again = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
+    repeated = torch.zeros_like(ids, dtype=torch.bool).scatter_(-1, places, torch.nn.functional.pad(again, (1, 0)))
+    _refuse_first("ids", ids, repeated, "each block once in a list")

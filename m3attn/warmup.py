@@ -47,9 +47,14 @@ def warmup(
         phases: among `prefill`, `decode`, `verify`.
         device: None: the current GPU.
         impl: a registry key; None: the choice in force.
+
+    Raises:
+        RuntimeError: no GPU.
     """
     counts = HeadCounts(*heads)
     where = torch.device(device if device is not None else "cuda")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("warmup: expected a GPU, there is none; kernels for another machine's GPU are compiled there")
     q_dtype, kv_dtype = ("bf16", "bf16") if mode is None else (mode.q_dtype, mode.kv_dtype)
     index_q_dtype, index_dtype = ("bf16", "bf16") if mode is None else (mode.index_q_dtype, mode.index_dtype)
     own = torch.bfloat16 if q_dtype.startswith("fp8") else torch_dtype(q_dtype)

@@ -286,8 +286,8 @@ class DecodeSettings:
 
 # By (class of the architecture, bytes of an operand's element). Classes differ in shared memory and in the matrix instruction.
 PREFILL_SETTINGS: dict[tuple[str, int], PrefillSettings] = {
-    ("sm_90", 2): PrefillSettings(128, 128, 4, 2, 16),
-    ("sm_90", 1): PrefillSettings(128, 128, 4, 3, 16),
+    ("sm_90", 2): PrefillSettings(256, 64, 8, 2, 16),
+    ("sm_90", 1): PrefillSettings(256, 64, 8, 3, 16),
     ("sm_90", 4): PrefillSettings(32, 32, 4, 2, 16),
     ("sm_100", 2): PrefillSettings(128, 128, 4, 3, 16),
     ("sm_100", 1): PrefillSettings(128, 128, 4, 3, 16),
@@ -299,8 +299,8 @@ PREFILL_SETTINGS: dict[tuple[str, int], PrefillSettings] = {
     ("small", 4): PrefillSettings(32, 32, 4, 2, 16),
 }
 DECODE_SETTINGS: dict[tuple[str, int], DecodeSettings] = {
-    ("sm_90", 2): DecodeSettings(128, 128, 4, 3, 2),
-    ("sm_90", 1): DecodeSettings(128, 128, 4, 4, 2),
+    ("sm_90", 2): DecodeSettings(64, 128, 4, 3, 2),
+    ("sm_90", 1): DecodeSettings(64, 128, 4, 3, 4),
     ("sm_90", 4): DecodeSettings(32, 32, 4, 2, 4),
     ("sm_100", 2): DecodeSettings(128, 128, 4, 3, 2),
     ("sm_100", 1): DecodeSettings(128, 128, 4, 4, 2),

@@ -159,7 +159,7 @@ class SelectSettings:
 # By (schedule, columns rounded up to a power of two). A whole row lies in registers; while one warp holds it, no reduction leaves the warp.
 # Decode has few rows and spreads each over more warps.
 SETTINGS: dict[tuple[str, int], SelectSettings] = {
-    ("prefill", 64): SelectSettings(8, 1),
+    ("prefill", 64): SelectSettings(2, 1),
     ("prefill", 128): SelectSettings(4, 1),
     ("prefill", 256): SelectSettings(4, 1),
     ("prefill", 512): SelectSettings(2, 1),
