@@ -14,13 +14,13 @@ from m3attn.batch import LayerCache, PagedBatch
 from m3attn.reference import dense, index, sparse
 from m3attn.reference.paging import query_rows
 from m3attn.scales import ScaleLike
+from m3attn.testing.bounds import FP32_ERROR, HOPPER_E4M3_PRODUCT_ERROR
 
 # Half the spacing of the format at 1: the most one rounding moves a value, as a fraction of it. About 0.4 of it in the root mean square.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20, torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
 
-# Largest error of an index score as a fraction of |q| |k|: fp32 sums of 128 exact products, and e4m3 products, of whose sums Hopper's
-# tensor cores keep about 13 bits.
-SCORE_BOUND = {"16": 1e-5, "8": 2e-3}
+# Largest error of an index score as a fraction of |q| |k|, by whether both are e4m3: twice what is allowed of sum |q||k|.
+SCORE_BOUND = {False: 2 * FP32_ERROR, True: 2 * HOPPER_E4M3_PRODUCT_ERROR}
 MAX_NORM_PAGES = 1024
 
 
@@ -95,7 +95,7 @@ class SampledRows:
         k_norm = sampled.float().norm(dim=-1).nan_to_num(0.0).amax().item()
         scale_q = index_q_scale if isinstance(index_q_scale, float) else 1.0
         scale_k = cache.index_k_scale if isinstance(cache.index_k_scale, float) else 1.0
-        return q_norm * k_norm * scale_q * scale_k * SCORE_BOUND["8" if eight_bit else "16"]
+        return q_norm * k_norm * scale_q * scale_k * SCORE_BOUND[eight_bit]
 
     def sparse_attention(
         self, q: torch.Tensor, cache: LayerCache, ids: torch.Tensor, *, sm_scale: float | None = None, q_scale: ScaleLike = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -84,11 +85,10 @@ class ContextLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One thing to time: an implementation, one of its launch settings, or a peer."""
+class Subject:
+    """What is timed: an implementation, one of its launch settings, or a peer."""
 
     name: str
-    calls: list[Call]
     settings: str | None = None
     is_peer: bool = False
 
@@ -98,9 +98,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One candidate on one step."""
+    """One subject on one step."""
 
-    candidate: Candidate
     us: float
     cost: Cost
     parity: Parity
@@ -110,10 +109,10 @@ class Measurement:
 
 @dataclass(slots=True)
 class Collected:
-    """Measurements of one job by candidate, and why others have none."""
+    """Measurements of one job by subject, and why others have none."""
 
-    measured: dict[str, list[Measurement]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    measured: dict[Subject, list[Measurement]] = field(default_factory=dict)
+    refused: dict[Subject, str] = field(default_factory=dict)
 
 
 def jobs(request: Request) -> Iterator[Job]:
@@ -174,27 +173,39 @@ def run(request: Request, session: Session) -> int:
     failures = 0
     for job in jobs(request):
         try:
-            collected = _run_steps(job, request, session) if isinstance(job.shape, Shape) else _run_sizes(job, request, session)
+            collected = _run_job(job, request, session)
         except ContextLost as error:
             session.on_remark(f"{job}: {error}; the rows so far are kept, the rest is not run")
             return failures + 1
         except Exception as error:  # one job must not take the others down
             session.on_remark(f"{job}: not run: {type(error).__name__}: {error}")
             failures += 1
-            _release(session.device)
             continue
-        for name, reason in collected.refused.items():
-            session.on_remark(f"{job} {name}: not timed: {reason}")
+        for subject, reason in collected.refused.items():
+            session.on_remark(f"{job} {subject}: not timed: {reason}")
             failures += not reason.startswith("unsupported")
-        for measured in collected.measured.values():
-            session.on_row(row(job, measured, session))
-        _release(session.device)
+        for subject, measured in collected.measured.items():
+            session.on_row(row(job, subject, measured, session))
     return failures
 
 
+def _run_job(job: Job, request: Request, session: Session) -> Collected:
+    try:
+        return _run_steps(job, request, session) if isinstance(job.shape, Shape) else _run_sizes(job, request, session)
+    except ContextLost:
+        raise
+    except Exception as error:
+        _raise_if_lost(session.device, error)
+        raise
+    finally:
+        _release(session.device)
+
+
 def _release(device: torch.device) -> None:
+    """Give back what a job took, so that the next one's pools find one piece of memory."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # a lost GPU cannot free anything; its error is on its way already
+            torch.cuda.empty_cache()
 
 
 def _keys(stages: tuple[str, ...], asked: tuple[str, ...] | None, peers: Peers | None) -> list[str]:
@@ -239,41 +250,37 @@ def _run_sizes(job: Job, request: Request, session: Session) -> Collected:
     return collected
 
 
-def _candidates(workload: Workload, stages: tuple[str, ...], keys: list[str], phase: str, session: Session) -> Iterator[Candidate]:
+def _subjects(workload: Workload, stages: tuple[str, ...], keys: list[str], phase: str, session: Session) -> Iterator[tuple[Subject, list[Call]]]:
+    """What to time on a workload, and its calls, one a set of inputs."""
     sets = range(workload.num_sets)
     for key in keys:
         if not session.tuning:
-            yield Candidate(key, [partial(workload.run, i, key) for i in sets])
+            yield Subject(key), [partial(workload.run, i, key) for i in sets]
             continue
         for variant in variants(stages, key, phase):
             run = variant.apply(workload.run)
-            yield Candidate(key, [partial(run, i, key) for i in sets], settings=variant.label)
+            yield Subject(key, variant.label), [partial(run, i, key) for i in sets]
     for name, call in workload.peers.items():
-        yield Candidate(name, [partial(call, i) for i in sets], settings=CURRENT if session.tuning else None, is_peer=True)
+        yield Subject(name, CURRENT if session.tuning else None, is_peer=True), [partial(call, i) for i in sets]
 
 
 def _measure_all(
     workload: Workload, stages: tuple[str, ...], keys: list[str], phase: str, replay: bool, collected: Collected, session: Session
 ) -> None:
     stream_us = session.stream(workload.stream_bytes) if session.stream is not None and workload.stream_bytes else None
-    candidates = list(_candidates(workload, stages, keys, phase, session))
+    subjects = [pair for pair in _subjects(workload, stages, keys, phase, session) if pair[0] not in collected.refused]
     if session.tuning and session.device.type == "cuda":
-        precompile([candidate.calls[0] for candidate in candidates if not candidate.is_peer], session.device)
-    for candidate in candidates:
-        name = str(candidate)
-        if name in collected.refused:
-            continue
+        precompile([calls[0] for subject, calls in subjects if not subject.is_peer], session.device)
+    for subject, calls in subjects:
         try:
-            measured = _measure(workload, candidate, replay=replay, stream_us=stream_us, timer=session.timer)
-        except UnsupportedProblem as error:
-            collected.refused[name] = f"unsupported: {error}"
+            measured = _measure(workload, subject, calls, replay=replay, stream_us=stream_us, timer=session.timer)
         except Exception as error:
             _raise_if_lost(session.device, error)
-            collected.refused[name] = f"{type(error).__name__}: {error}"
+            kind = "unsupported" if isinstance(error, UnsupportedProblem) else type(error).__name__
+            collected.refused[subject] = f"{kind}: {error}"
+            collected.measured.pop(subject, None)
         else:
-            collected.measured.setdefault(name, []).append(measured)
-        if name in collected.refused:
-            collected.measured.pop(name, None)
+            collected.measured.setdefault(subject, []).append(measured)
 
 
 def _raise_if_lost(device: torch.device, error: Exception) -> None:
@@ -286,22 +293,21 @@ def _raise_if_lost(device: torch.device, error: Exception) -> None:
         raise ContextLost(f"{type(error).__name__}: {error} ({lost})") from error
 
 
-def _measure(workload: Workload, candidate: Candidate, *, replay: bool, stream_us: float | None, timer: Timer) -> Measurement:
+def _measure(workload: Workload, subject: Subject, calls: list[Call], *, replay: bool, stream_us: float | None, timer: Timer) -> Measurement:
     workload.poison()
-    result: Any = candidate.calls[0]()
-    checked = workload.check(workload.adapt_peer(result) if candidate.is_peer else result)
+    result: Any = calls[0]()
+    checked = workload.check(workload.adapt_peer(result) if subject.is_peer else result)
     del result
-    if not checked.passed and not candidate.is_peer:
+    if not checked.passed and not subject.is_peer:
         raise ParityFailure(f"differs from the reference: {checked}")
     # The reference reads lengths back to the host, which no capture allows.
-    in_graph = replay and candidate.name != "reference"
-    us = timer.replay(candidate.calls) if in_graph else timer.cold(candidate.calls[0])
-    return Measurement(candidate, us, workload.cost, checked, "graph" if in_graph else "cold", stream_us)
+    in_graph = replay and subject.name != "reference"
+    us = timer.replay(calls) if in_graph else timer.cold(calls[0])
+    return Measurement(us, workload.cost, checked, "graph" if in_graph else "cold", stream_us)
 
 
-def row(job: Job, measured: list[Measurement], session: Session) -> dict[str, Any]:
+def row(job: Job, subject: Subject, measured: list[Measurement], session: Session) -> dict[str, Any]:
     """One row of a result file; a grid's figures are means by the weights of its steps."""
-    candidate = measured[0].candidate
     steps = job.shape.steps if isinstance(job.shape, Shape) else None
     weights = [step.weight for step in steps] if steps is not None else [1.0]
     total = sum(weights)
@@ -314,7 +320,7 @@ def row(job: Job, measured: list[Measurement], session: Session) -> dict[str, An
     checked = worst([m.parity for m in measured])
     result: dict[str, Any] = {
         "stage": job.stage,
-        "implementation": candidate.name,
+        "implementation": subject.name,
         "heads": "-" if job.heads is None else str(job.heads),
         "shape": job.shape_name,
         "mode": job.mode,
@@ -325,15 +331,15 @@ def row(job: Job, measured: list[Measurement], session: Session) -> dict[str, An
         "tflops": round(mean([m.cost.flops for m in measured]) / median_us / 1e6, 2) if median_us else None,
         "tbps": round(mean([float(m.cost.bytes) for m in measured]) / median_us / 1e6, 4) if median_us else None,
         "timing": measured[0].timing,
-        "peer": candidate.is_peer,
+        "peer": subject.is_peer,
         "parity_error": checked.error if math.isfinite(checked.error) else None,
         "parity_bound": checked.bound,
         "parity_passed": checked.passed,
         "near_ties": checked.near_ties,
         "rows_checked": checked.rows,
     }
-    if candidate.settings is not None:
-        result["settings"] = candidate.settings
+    if subject.settings is not None:
+        result["settings"] = subject.settings
     streams = [m.stream_us for m in measured]
     if all(us is not None for us in streams):
         result["stream_us"] = round(mean([us for us in streams if us is not None]), 3)

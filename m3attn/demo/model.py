@@ -138,7 +138,7 @@ class Model:
     def _attention(self, layer: Layer, x: torch.Tensor, batch: PagedBatch, begin: int, end: int) -> torch.Tensor:
         heads, tokens = self.geometry.heads, end - begin
         row = torch.nn.functional.rms_norm(x, x.shape[-1:]) @ layer.projection
-        q, index_q = self._queries(layer, row, begin, end)
+        q, index_q = self._queries(layer, row, batch, begin, end)
         if layer.sparse:
             ids = self._select(layer, index_q, batch)
             out = torch.empty(tokens, heads.num_q, HEAD_DIM, dtype=DTYPE, device=self.device)
@@ -159,7 +159,7 @@ class Model:
             )
         return out.reshape(tokens, -1) @ layer.output
 
-    def _queries(self, layer: Layer, row: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _queries(self, layer: Layer, row: torch.Tensor, batch: PagedBatch, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalised, rotated q and index q; k, v and index k go to the cache."""
         heads, tokens, size = self.geometry.heads, end - begin, self.geometry.block_size
         positions = torch.arange(begin, end, device=self.device)
@@ -167,7 +167,7 @@ class Model:
         num_index = heads.num_kv if layer.sparse else 0
         q_out = torch.empty(tokens, heads.num_q, HEAD_DIM, dtype=self.formats.q, device=self.device)
         index_q_out = torch.empty(tokens, num_index, HEAD_DIM, dtype=self.formats.index, device=self.device) if layer.sparse else None
-        inputs = {"row": row, "weight": layer.norms[0], "positions": positions, "cos_sin": self.cos_sin, "num_q": heads.num_q, "cache": layer.cache}
+        inputs = {"row": row, "weight": layer.norms[0], "positions": positions, "cos_sin": self.cos_sin, "num_q": heads.num_q, "batch": batch}
 
         def run() -> torch.Tensor:
             m3attn.qk_norm_rope_insert(

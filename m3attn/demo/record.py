@@ -64,7 +64,7 @@ class Recorder:
 
     def stage(self, name: str, layer: int, inputs: dict[str, Any], call: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run `call`, which is stage `name`, and add it to the tally of its phase."""
-        phase = inputs["batch"].phase if "batch" in inputs else self._phase(inputs["positions"].shape[0])
+        phase = inputs["batch"].phase
         tally = self.tallies.setdefault((name, phase), Tally())
         self._synchronize()
         begin = time.perf_counter()
@@ -79,9 +79,6 @@ class Recorder:
         self._count_work(name, tally, inputs)
         self._compare_with_baseline(name, layer, tally, result)
         return result
-
-    def _phase(self, tokens: int) -> str:
-        return "decode" if tokens == 1 else "prefill"
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -187,9 +187,8 @@ def run_model(
 
 def warm_up(options: Options, geometry: Geometry, formats: Formats, content: bytes, device: torch.device) -> None:
     """Compile what the run will use, so that its times are those of the kernels."""
-    silent = Recorder(geometry, formats, device, sample_rows=0)
-    model = Model(geometry, formats, device, silent, rule=options.rule, seed=options.seed)
-    for begin, end in {(end - begin, begin == 0): (begin, end) for begin, end in steps(geometry)}.values():
+    model = Model(geometry, formats, device, Recorder(geometry, formats, device, sample_rows=0), rule=options.rule, seed=options.seed)
+    for begin, end in steps(geometry):
         model.forward(content, begin, end)
     torch.cuda.synchronize(device)
 
