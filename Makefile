@@ -69,7 +69,7 @@ bench: $(VENV)/.ready
 	$(BIN)/m3attn bench $(ARGS)
 
 tables: $(VENV)/.ready
-	$(BIN)/python tools/results_tables.py
+	$(BIN)/python -m m3attn.bench.tables
 
 # --target-processes all would follow ptxas and the linker too; the tests' own process is the one that launches.
 sanitize: $(VENV)/.ready

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from m3attn.bench import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -50,29 +51,14 @@ def test_documented_versions_are_the_tested_ones() -> None:
 
 
 def test_tables_agree_with_the_results() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "results_tables.py"), "--check"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "m3attn.bench.tables", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_tables_show_what_a_row_says() -> None:
-    tables = runpy.run_path(str(ROOT / "tools" / "results_tables.py"))
+def test_executed_table_says_what_the_rows_say(tmp_path: Path) -> None:
     place = {"stage": "index_score", "heads": "64/4", "shape": "P1", "mode": "bf16", "selection": None, "gpu": "Some GPU"}
-    run = {"commit": "0123456789abcdef", "versions": {"torch": "2.11.0", "triton": "3.6.0"}}
-    row = {
-        "implementation": "triton",
-        "peer": False,
-        "median_us": 250.0,
-        "floor_us": 100.0,
-        "share": 0.4,
-        "tflops": 300.0,
-        "tbps": 1.5,
-        **place,
-        **run,
-    }
-    peer = row | {"implementation": "somebody", "median_us": 500.0, "peer": True}
-    older_peer = peer | {"median_us": 1.0, "commit": "fedcba9876543210"}
-    rows = json.loads(json.dumps([row, peer, older_peer]))
-    assert "| Some GPU | index_score | P1 | triton | 250 µs | 40 % | 500 µs | 0.50 |" in tables["summary"](rows)
-    full = tables["full"](rows)
-    assert "| 64/4 | P1 | bf16 |  | triton | 250 µs | 100 µs | 300 | 1.50 | 40 % | 0.50 |" in full and "somebody (peer)" in full
-    assert "| Some GPU | torch 2.11.0, triton 3.6.0 | index_score (triton) |" in tables["executed"](rows)
+    row = {**place, "implementation": "triton", "peer": False, "versions": {"torch": "2.11.0", "triton": "3.6.0"}}
+    (tmp_path / "some-gpu-index_score.json").write_text(json.dumps([row, row | {"mode": "fp8"}, row | {"implementation": "somebody", "peer": True}]))
+    assert tables.executed(tmp_path).splitlines()[2:] == [
+        "| Some GPU | torch 2.11.0, triton 3.6.0 | triton | index_score (bf16), index_score (fp8) |"
+    ]

@@ -1,6 +1,7 @@
 """Tables of README and docs, generated from the result files: `python -m m3attn.bench.tables [--check] [FILE …]`.
 
-In a Markdown file, what stands between `<!-- bench: STAGE … -->` and `<!-- end bench -->` is replaced by the tables of these stages, one a GPU.
+In a Markdown file, what stands between `<!-- bench: STAGE … -->` and `<!-- end bench -->` is replaced by the tables of these stages, one a GPU;
+`<!-- bench: executed -->` marks the table of what ran where.
 """
 
 from __future__ import annotations
@@ -54,12 +55,28 @@ def versions(row: Row) -> str:
     return ", ".join(f"{name} {version}" for name, version in row["versions"].items() if name in ("torch", "triton", "nvidia-cutlass-dsl"))
 
 
+def executed(folder: Path) -> str:
+    """Which versions ran which implementations on which GPU: no more than the result files say."""
+    runs: dict[tuple[str, str, str], list[str]] = {}
+    for stage in STAGES:
+        for path in sorted(folder.glob(f"*-{stage}.json")):
+            for row in results.read(path):
+                if not row.get("peer"):
+                    runs.setdefault((row["gpu"], versions(row), row["implementation"]), []).append(f"{stage} ({row['mode']})")
+    if not runs:
+        return "No GPU run is recorded yet."
+    lines = [_line(["GPU", "versions", "implementation", "stages (modes)"]), _line(["---"] * 4)]
+    return "\n".join([*lines, *(_line([*run, ", ".join(dict.fromkeys(stages))]) for run, stages in sorted(runs.items()))])
+
+
 def region(stages: Sequence[str], folder: Path) -> str:
-    """The tables of `stages` from every GPU's file in `folder`; a line that says so where there is none.
+    """The tables of `stages` from every GPU's file in `folder`, or of what was executed; a line that says so where there is none.
 
     Raises:
         ValueError: an unknown stage.
     """
+    if list(stages) == ["executed"]:
+        return executed(folder)
     parts = []
     for stage in stages:
         if stage not in STAGES:
