@@ -103,20 +103,21 @@ def merge_splits(
     splits, num_tokens, num_q_heads, head_dim = partial_out.shape
     num_rows, padded_d = num_tokens * num_q_heads, next_power_of_2(head_dim)
     block_r = max(1, 2048 // (splits * padded_d))
-    with_sink = sink_key is not None
+    if sink_key is None:
+        q = None
     launch(
         merge_splits_kernel,
         (cdiv(num_rows, block_r),),
         partial_out,
         partial_lse,
-        q if with_sink else None,
+        q,
         sink_key,
         out,
         lse,
-        q.stride()[:2] if with_sink else (0, 0),
-        sink_key.stride() if with_sink else (0, 0),
+        (0, 0) if q is None else q.stride()[:2],
+        (0, 0) if sink_key is None else sink_key.stride(),
         out.stride()[:2],
-        lse.stride() if lse is not None else (0, 0),
+        (0, 0) if lse is None else lse.stride(),
         num_rows,
         num_q_heads,
         sm_scale,

@@ -7,6 +7,7 @@ scratch copy. Decode and verify: the keys of a token are split among programs wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -175,6 +176,7 @@ def _prefill(call: SparseAttentionCall) -> None:
     if groups == 0:
         _attend(call, "prefill", call.k, call.v, batch, slice(0, num_kv_heads))
         return
+    assert call.workspace is not None
     # e4m3 queries take e4m3 keys, so only the place of the keys changes there.
     k_dtype = call.k.dtype if is_fp8(call.q.dtype) else call.q.dtype
     num_pages = batch.num_requests * batch.num_blocks
@@ -196,6 +198,7 @@ def _decode(call: SparseAttentionCall) -> None:
     if splits == 1:
         _attend(call, "decode", call.k, call.v, call.batch, slice(0, num_kv_heads))
         return
+    assert call.workspace is not None
     partial_out, offset = carve(call.workspace, 0, (splits, tokens, num_q_heads, head_dim), torch.float32)
     partial_lse, _ = carve(call.workspace, offset, (splits, tokens, num_q_heads), torch.float32)
     v = _pairs(call.v)
@@ -301,7 +304,7 @@ def _attend(call: SparseAttentionCall, phase: str, k: torch.Tensor, v: torch.Ten
     )
 
 
-def _tiles(phase: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor, batch: PagedBatch) -> tuple[Settings, dict[str, int]]:
+def _tiles(phase: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor, batch: PagedBatch) -> tuple[Settings, dict[str, Any]]:
     """Launch settings, and the compile-time arguments that both kernels share."""
     group, head_dim, topk = q.shape[1] // k.shape[1], q.shape[2], ids.shape[2]
     block_d = next_power_of_2(head_dim)
