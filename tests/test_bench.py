@@ -13,7 +13,7 @@ from m3attn.batch import LayerCache
 from m3attn.bench import parity, results, selections
 from m3attn.bench.ceilings import Ceilings, Cost
 from m3attn.bench.inputs import MODES, Pool, Reads, StepInputs, page_tables, plan
-from m3attn.bench.peers import VLLM, Peers
+from m3attn.bench.peers import FLASHMLA, VLLM, Peers
 from m3attn.bench.report import table, us
 from m3attn.bench.run import Request, Session, jobs, run
 from m3attn.bench.shapes import NAMED, PRODUCTION, Heads, Step, sizes, step_shapes
@@ -214,7 +214,7 @@ def test_every_stage_passes_its_own_gate(stage, mode):
         assert row["median_us"] > 0 and row["floor_us"] > 0 and row["heads"] == "4/2"
 
 
-@pytest.mark.parametrize("stage", SIZE_STAGES)
+@pytest.mark.parametrize("stage", [stage for stage in SIZE_STAGES if stage in m3attn.registry.STAGES])
 def test_every_size_stage_passes_its_own_gate(stage):
     shape = {1: ("40",), 2: ("24x64",)}[SIZE_STAGES[stage].rank]
     rows, remarks, failures = bench(request(stage, shapes=shape, modes=("bf16", "fp16", "fp8")))
@@ -348,6 +348,19 @@ def test_peers_are_checked_and_kept_beside_ours(stage, shape):
     assert all(row["parity_passed"] for row in rows)
     assert [row["peer"] for row in rows] == [False, True]
     assert "1.00x" in table(rows) or "10.00x" in table(rows)
+
+
+def test_flashmla_is_timed_on_sparse_mla():
+    class Dense(Peers):
+        def sparse_mla_prefill(self, q, kv, indices, sm_scale):
+            visible = torch.zeros(q.shape[0], kv.shape[0], dtype=torch.bool).scatter_(1, indices[:, 0].long(), True)
+            logits = torch.einsum("qhd,kd->qhk", q.float(), kv[:, 0].float()) * sm_scale
+            weights = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
+            return torch.einsum("qhk,kd->qhd", weights, kv[:, 0, :512].float()).bfloat16()
+
+    rows, remarks, _ = bench(request("sparse_mla_prefill", shapes=("3x40x16",), heads=(Heads(16, 1),)), peers=Dense(flashmla=object()))
+    assert not remarks
+    assert [(row["implementation"], row["heads"], row["parity_passed"]) for row in rows] == [(FLASHMLA, "16", True)]
 
 
 def test_peers_have_no_fp8_attention():
@@ -490,7 +503,7 @@ def test_tuning_times_every_candidate_of_the_kernel_files(monkeypatch):
     assert "file small" in table(rows)
 
 
-@pytest.mark.parametrize("stage", [s for s in STEP_STAGES if s != "step"] + list(SIZE_STAGES))
+@pytest.mark.parametrize("stage", [s for s in (*STEP_STAGES, *SIZE_STAGES) if s in m3attn.registry.STAGES])
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
 def test_kernel_files_list_candidates(stage, phase):
     pytest.importorskip("triton")

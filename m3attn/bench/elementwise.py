@@ -1,4 +1,4 @@
-"""Workloads of the stages that are bound by memory, on plain sizes: element-wise ones, the merge, and sparse MLA on random indices."""
+"""Workloads of the stages that are bound by memory, on plain sizes: element-wise ones and the merge."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from m3attn.bench.inputs import HEAD_DIM, TOPK, StepInputs
 
 VLLM = "vllm_triton"
 FLASHMLA = "flashmla"
-FLASHMLA_VALUE_DIM = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +115,4 @@ class Peers:
 
     def sparse_mla_prefill(self, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float) -> torch.Tensor:
         """[s_q, h_q, 512] bf16."""
-        return self.flashmla.sparse_prefill_fwd(q, kv, indices, sm_scale, FLASHMLA_VALUE_DIM, None, None, None)[0]
+        return self.flashmla.sparse_prefill_fwd(q, kv, indices, sm_scale, 512, None, None, None)[0]

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 import m3attn
+from m3attn import registry
 from m3attn.bench.ceilings import Ceilings, Cost
 from m3attn.bench.inputs import MODES, Pool, StepInputs, plan
 from m3attn.bench.parity import Parity, worst
 from m3attn.bench.peers import Peers
 from m3attn.bench.selections import KINDS
 from m3attn.bench.shapes import Heads, Shape, sizes, step_shapes
-from m3attn.bench.stages import SIZE_STAGES, STEP_STAGES
+from m3attn.bench.stages import SIZE_STAGES, STEP_STAGES, TP1
 from m3attn.bench.timing import Call, Timer
 from m3attn.bench.tune import CURRENT, precompile, variants
 from m3attn.bench.workloads import Options, Workload
@@ -33,7 +34,7 @@ class Request:
 
     stages: tuple[str, ...]
     shapes: tuple[str, ...] | None = None
-    heads: tuple[Heads, ...] = (Heads(64, 4),)
+    heads: tuple[Heads, ...] | None = None
     modes: tuple[str, ...] = ("bf16",)
     selections: tuple[str, ...] | None = None
     implementations: tuple[str, ...] | None = None
@@ -71,8 +72,15 @@ class Job:
     mode: str
     selection: str | None
 
+    @property
+    def heads_label(self) -> str:
+        if self.heads is None:
+            return "-"
+        spec = SIZE_STAGES.get(self.stage)
+        return str(self.heads.num_q) if spec is not None and spec.one_number else str(self.heads)
+
     def __str__(self) -> str:
-        parts = (self.stage, "-" if self.heads is None else str(self.heads), self.shape_name, self.mode, self.selection)
+        parts = (self.stage, self.heads_label, self.shape_name, self.mode, self.selection)
         return " ".join(p for p in parts if p is not None)
 
 
@@ -134,7 +142,7 @@ def _step_jobs(stage: str, request: Request) -> Iterator[Job]:
     spec = STEP_STAGES[stage]
     for name in request.shapes or spec.shapes:
         for shape in step_shapes(name):
-            for heads in request.heads:
+            for heads in request.heads or TP1:
                 for mode in _modes(spec.modes, request.modes):
                     for selection in _selections(spec.selects, request.selections, name):
                         yield Job(stage, shape, shape.name, heads, mode, selection)
@@ -152,7 +160,7 @@ def _size_jobs(stage: str, request: Request) -> Iterator[Job]:
         size = sizes(name)
         if len(size) != spec.rank:
             raise ValueError(f"shape: expected {spec.rank} sizes for {stage}, got {name!r}")
-        for heads in request.heads if spec.has_heads else (None,):
+        for heads in (request.heads or spec.heads) if spec.heads else (None,):
             for mode in _modes(spec.modes, request.modes):
                 yield Job(stage, size, name, heads, mode, None)
 
@@ -210,11 +218,11 @@ def _release(device: torch.device) -> None:
 
 def _keys(stages: tuple[str, ...], asked: tuple[str, ...] | None, peers: Peers | None) -> list[str]:
     """Implementations that all of `stages` have; `reference` only when asked for. Raises ValueError when there is nothing to time."""
-    sets = [[i.key for i in m3attn.implementations(stage)] for stage in stages]
+    sets = [[i.key for i in m3attn.implementations(stage)] if stage in registry.STAGES else [] for stage in stages]
     common = [key for key in sets[0] if all(key in keys for keys in sets)]
     chosen = [key for key in common if (key != "reference" if asked is None else key in asked)]
     if not chosen and peers is None:
-        raise ValueError(f"no implementation to time: there are {', '.join(common)}")
+        raise ValueError(f"no implementation to time: there are {', '.join(common) or 'none'}")
     return chosen
 
 
@@ -241,10 +249,11 @@ def _run_steps(job: Job, request: Request, session: Session) -> Collected:
 
 def _run_sizes(job: Job, request: Request, session: Session) -> Collected:
     spec = SIZE_STAGES[job.stage]
-    keys = _keys((job.stage,), request.implementations, None)
+    keys = _keys((job.stage,), request.implementations, session.peers if spec.has_peers else None)
     generator = torch.Generator(device=session.device).manual_seed(SEED)
     where = (request.sample_rows, session.l2_bytes, generator)
-    workload = spec.build(job.shape, job.heads, job.mode, *where) if spec.has_heads else spec.build(job.shape, *where)
+    what = (job.shape, job.heads, job.mode) if spec.heads else (job.shape,)
+    workload = spec.build(*what, *where, *((session.peers,) if spec.has_peers else ()))
     collected = Collected()
     _measure_all(workload, (job.stage,), keys, "prefill", spec.replay, collected, session)
     return collected
@@ -321,7 +330,7 @@ def row(job: Job, subject: Subject, measured: list[Measurement], session: Sessio
     result: dict[str, Any] = {
         "stage": job.stage,
         "implementation": subject.name,
-        "heads": "-" if job.heads is None else str(job.heads),
+        "heads": job.heads_label,
         "shape": job.shape_name,
         "mode": job.mode,
         "selection": job.selection,

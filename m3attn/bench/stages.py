@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from m3attn.bench import elementwise, workloads
+from m3attn import registry
+from m3attn.bench import elementwise, mla, workloads
 from m3attn.bench.inputs import BLOCK_SIZE, HEAD_DIM, INDEX_DIM, TOPK, Mode, Reads, StepInputs
 from m3attn.bench.shapes import Heads, Step
 from m3attn.bench.workloads import Options, Workload
 
+TP1 = (Heads(64, 4),)
 ALL_MODES = ("bf16", "fp16", "widen", "fp8", "fp8_pv")
 INDEX_MODES = ("bf16", "fp16", "fp8")
 
@@ -57,20 +59,38 @@ STEP_STAGES: dict[str, StepStage] = {
 
 @dataclass(frozen=True, slots=True)
 class SizeStage:
-    """A stage that runs on plain sizes of rank `rank`. `replay`: timed in a CUDA graph."""
+    """A stage that runs on plain sizes of rank `rank`.
+
+    `heads`: those of a run that names none; empty for a stage without heads. `one_number`: rows name the query heads only. `replay`: timed in
+    a CUDA graph. `has_peers`: the builder takes the peers.
+    """
 
     build: Callable[..., Workload]
     shapes: tuple[str, ...]
     modes: tuple[str, ...]
     rank: int
-    has_heads: bool = True
+    heads: tuple[Heads, ...] = TP1
+    one_number: bool = False
     replay: bool = False
+    has_peers: bool = False
 
 
 SIZE_STAGES: dict[str, SizeStage] = {
     "qk_norm_rope_insert": SizeStage(elementwise.qk_norm_rope_insert, ("1", "64", "8192", "32768"), ("bf16", "fp16", "fp8"), rank=1, replay=True),
     "merge_attention_states": SizeStage(elementwise.merge_attention_states, ("64", "8192"), ("bf16", "fp16"), rank=1),
-    "quantize_fp8": SizeStage(elementwise.quantize_fp8, ("8192x8192", "131072x128"), ("fp8",), rank=2, has_heads=False),
+    "quantize_fp8": SizeStage(elementwise.quantize_fp8, ("8192x8192", "131072x128"), ("fp8",), rank=2, heads=()),
+    "sparse_mla_prefill": SizeStage(
+        mla.sparse_mla_prefill,
+        ("1x8192x2048", "64x8192x2048", "1024x8192x2048", "4096x8192x2048", "4096x65536x2048", "4096x8192x1024", "4096x8192x512"),
+        ("bf16", "fp8"),
+        rank=3,
+        heads=(Heads(128, 1), Heads(64, 1)),
+        one_number=True,
+        has_peers=True,
+    ),
 }
 
 STAGES = (*STEP_STAGES, *SIZE_STAGES)
+
+TIMED_BY_DEFAULT = tuple(stage for stage in STAGES if stage in STEP_STAGES or stage in registry.STAGES)
+"""Without a stage that only a peer has."""

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE",
         help="P1 P2 P3 prod verify decode, B64xL32768 (decode), 8192x131072 (new tokens x tokens), or sizes; default: the stage's own",
     )
-    parser.add_argument("--heads", nargs="+", default=["64/4"], metavar="Hq/Hkv", help="default 64/4; M3 at TP4 is 16/1, at TP8 8/1")
+    parser.add_argument("--heads", nargs="+", metavar="Hq/Hkv", help="default 64/4 (M3 at TP4 is 16/1, at TP8 8/1); 128/1 and 64/1 for sparse MLA")
     parser.add_argument("--mode", nargs="+", default=["bf16"], metavar="MODE", help="bf16 fp16 widen fp8 fp8_pv (default bf16)")
     parser.add_argument("--selection", nargs="+", choices=("N", "R"), help="block selections of sparse_attention: N correlated, R random")
     parser.add_argument("--impl", nargs="+", metavar="KEY", help="implementations; default: every one but reference")
@@ -79,16 +79,16 @@ def request_of(options: argparse.Namespace) -> Any:
     """The run that the options ask for, every name checked. Raises UserError."""
     from m3attn.bench.run import Request, jobs
     from m3attn.bench.shapes import Heads
-    from m3attn.bench.stages import STAGES
+    from m3attn.bench.stages import TIMED_BY_DEFAULT
     from m3attn.choice import parse_choice
     from m3attn.cli.errors import UserError
 
     sample_rows = options.sample_rows // 4 if options.quick else options.sample_rows
     try:
         request = Request(
-            stages=(options.tune,) if options.tune else tuple(options.stages or STAGES),
+            stages=(options.tune,) if options.tune else tuple(options.stages or TIMED_BY_DEFAULT),
             shapes=tuple(options.shapes) if options.shapes else None,
-            heads=tuple(Heads.parse(h) for h in options.heads),
+            heads=tuple(Heads.parse(h) for h in options.heads) if options.heads else None,
             modes=tuple(options.mode),
             selections=tuple(options.selection) if options.selection else None,
             implementations=tuple(options.impl) if options.impl else None,
