@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from m3attn.problem import Problem
 from m3attn.registry import Capabilities, Implementation, add
@@ -39,23 +40,23 @@ PRIORITIES: dict[str, tuple[Rank, ...]] = {
 """Fastest first, per stage, from the measurements in results/. CPU tensors take `reference` whatever stands here."""
 
 
-def _reference(stage: str, module: str, **limits: object) -> Implementation:
+def _reference(stage: str, module: str, **limits: Any) -> Implementation:
     return Implementation(
         stage,
         "reference",
         f"m3attn.reference.{module}:{stage}_call",
-        Capabilities(cpu="yes", equal_head_dims=False, **limits),  # type: ignore[arg-type]
+        Capabilities(cpu="yes", equal_head_dims=False, **limits),
         sources=(f"m3attn.reference.{module}",),
         built_in=True,
     )
 
 
-def _triton(stage: str, *modules: str, scratch: bool = False, fp8_archs: tuple[str, ...] = (), **limits: object) -> Implementation:
+def _triton(stage: str, *modules: str, scratch: bool = False, fp8_archs: tuple[str, ...] = (), **limits: Any) -> Implementation:
     return Implementation(
         stage,
         "triton",
         f"m3attn.triton_kernels.{modules[0]}:{stage}",
-        Capabilities(min_arch=80, cpu="interpreter", e4m3_min_arch=89, needs=("triton",), **limits),  # type: ignore[arg-type]
+        Capabilities(min_arch=80, cpu="interpreter", e4m3_min_arch=89, needs=("triton",), **limits),
         workspace=f"m3attn.triton_kernels.{modules[0]}:workspace_bytes" if scratch else None,
         sources=tuple(f"m3attn.triton_kernels.{m}" for m in modules),
         fp8_archs=fp8_archs,
@@ -63,8 +64,10 @@ def _triton(stage: str, *modules: str, scratch: bool = False, fp8_archs: tuple[s
     )
 
 
-_INDEX = dict(index_q_dtypes=INDEX_FLOATS, index_dtypes=INDEX_FLOATS, index_dims=(64, 128), page_sizes=POWERS_16_TO_256, block_sizes=POWERS_16_TO_256)
-_ATTENTION = dict(
+_INDEX: dict[str, Any] = dict(
+    index_q_dtypes=INDEX_FLOATS, index_dtypes=INDEX_FLOATS, index_dims=(64, 128), page_sizes=POWERS_16_TO_256, block_sizes=POWERS_16_TO_256
+)
+_ATTENTION: dict[str, Any] = dict(
     modes=ATTENTION_MODES,
     q_dtypes=("bf16", "fp16", "fp32", "fp8_e4m3"),
     kv_dtypes=ALL_FLOATS,

@@ -41,12 +41,14 @@ class Variant:
         if self.module is None:
             yield
             return
-        previous = self.module.settings_override
-        self.module.settings_override = self.settings
+        # A kernel file's own variable, which no type declares.
+        kernels: Any = self.module
+        previous = kernels.settings_override
+        kernels.settings_override = self.settings
         try:
             yield
         finally:
-            self.module.settings_override = previous
+            kernels.settings_override = previous
 
     def apply(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` with the candidate forced."""

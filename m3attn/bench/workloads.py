@@ -15,6 +15,7 @@ from m3attn.bench.parity import Parity, SampledRows
 from m3attn.bench.peers import VLLM, Peers
 from m3attn.bench.shapes import Step
 from m3attn.reference import index as reference_index
+from m3attn.rules import find_rule
 
 SetCall = Callable[[int], torch.Tensor]
 
@@ -58,6 +59,7 @@ class Options:
     sample_rows: int
     replay: bool
     peers: Peers | None = None
+    rule: str = "topk"
 
 
 def visible_pairs(step: Step, first_position: int = 0) -> int:
@@ -143,8 +145,8 @@ def index_score(inputs: StepInputs, options: Options) -> Workload:
         return scores
 
     peers: dict[str, SetCall] = {}
-    if options.peers is not None and options.peers.index_topk is not None:
-        peers[VLLM] = lambda i: options.peers.index_score(inputs, inputs.batches[i])
+    if (theirs := options.peers) is not None and theirs.index_topk is not None:
+        peers[VLLM] = lambda i: theirs.index_score(inputs, inputs.batches[i])
     return Workload(score_cost(inputs, written=True), run, check, len(inputs.batches), (out,), peers, hide_unwritten)
 
 
@@ -174,8 +176,8 @@ def select_blocks(inputs: StepInputs, options: Options) -> Workload:
         return parity.check_ids(ids[:, sample.rows], expected)
 
     peers: dict[str, SetCall] = {}
-    if options.peers is not None and options.peers.index_topk is not None:
-        peers[VLLM] = lambda i: options.peers.select_blocks(scores, inputs, inputs.batches[i])
+    if (theirs := options.peers) is not None and theirs.index_topk is not None:
+        peers[VLLM] = lambda i: theirs.select_blocks(scores, inputs, inputs.batches[i])
     return Workload(cost, run, check, len(inputs.batches), (out,), peers, ascending)
 
 
@@ -212,6 +214,23 @@ def index_topk(inputs: StepInputs, options: Options) -> Workload:
     )
 
 
+def ruled_topk(inputs: StepInputs, options: Options) -> Workload:
+    """index_score, then another selection rule than M3's own, which has no fused stage. Its ids must be those of the reference's selection."""
+    sample = sampled(inputs, options)
+    rule = find_rule(options.rule)
+    scores = torch.empty(inputs.heads.num_kv, inputs.step.tokens, inputs.batches[0].num_blocks, device=inputs.index_q.device)
+
+    def run(i: int, key: str) -> torch.Tensor:
+        m3attn.index_score(inputs.index_q, inputs.cache, inputs.batches[i], out=scores, impl=key)
+        return rule(scores, inputs.batches[i], topk=TOPK, init_blocks=0, local_blocks=1, impl=key)
+
+    def check(ids: torch.Tensor) -> Parity:
+        expected = rule(scores[:, sample.rows], sample.batch, topk=TOPK, init_blocks=0, local_blocks=1, impl="reference")
+        return parity.check_ids(ids[:, sample.rows], expected)
+
+    return Workload(score_cost(inputs, written=True), run, check, len(inputs.batches), (scores,))
+
+
 def attention_buffer(inputs: StepInputs) -> torch.Tensor:
     dtype = torch.bfloat16 if inputs.mode.q.itemsize == 1 else inputs.mode.q
     return torch.empty(inputs.step.tokens, inputs.heads.num_q, HEAD_DIM, dtype=dtype, device=inputs.q.device)
@@ -234,7 +253,8 @@ def sparse_attention(inputs: StepInputs, options: Options) -> Workload:
     out = attention_buffer(inputs)
 
     def run(i: int, key: str) -> torch.Tensor:
-        return m3attn.sparse_attention(inputs.q, inputs.cache, all_ids[i], inputs.batches[i], fp8_pv=inputs.mode.fp8_pv, out=out, impl=key)
+        m3attn.sparse_attention(inputs.q, inputs.cache, all_ids[i], inputs.batches[i], fp8_pv=inputs.mode.fp8_pv, out=out, impl=key)
+        return out
 
     def check(result: torch.Tensor) -> Parity:
         return parity.check_attention(result[sample.rows], expected, inputs.mode.name)
@@ -253,7 +273,8 @@ def dense_attention(inputs: StepInputs, options: Options) -> Workload:
     step, heads = inputs.step, inputs.heads
 
     def run(i: int, key: str) -> torch.Tensor:
-        return m3attn.dense_attention(inputs.q, inputs.cache, inputs.batches[i], fp8_pv=inputs.mode.fp8_pv, out=out, impl=key)
+        m3attn.dense_attention(inputs.q, inputs.cache, inputs.batches[i], fp8_pv=inputs.mode.fp8_pv, out=out, impl=key)
+        return out
 
     def check(result: torch.Tensor) -> Parity:
         return parity.check_attention(result[sample.rows], expected, inputs.mode.name)
@@ -270,7 +291,8 @@ def layer_step(inputs: StepInputs, options: Options) -> Workload:
 
     def run(i: int, key: str) -> torch.Tensor:
         m3attn.index_topk(inputs.index_q, inputs.cache, inputs.batches[i], topk=TOPK, out=ids, impl=key)
-        return m3attn.sparse_attention(inputs.q, inputs.cache, ids, inputs.batches[i], fp8_pv=inputs.mode.fp8_pv, out=out, impl=key)
+        m3attn.sparse_attention(inputs.q, inputs.cache, ids, inputs.batches[i], fp8_pv=inputs.mode.fp8_pv, out=out, impl=key)
+        return out
 
     def check(result: torch.Tensor) -> Parity:
         selection = check_rows(ids[:, sample.rows])

@@ -139,24 +139,27 @@ class Model:
         heads, tokens = self.geometry.heads, end - begin
         row = torch.nn.functional.rms_norm(x, x.shape[-1:]) @ layer.projection
         q, index_q = self._queries(layer, row, batch, begin, end)
+        out = torch.empty(tokens, heads.num_q, HEAD_DIM, dtype=DTYPE, device=self.device)
         if layer.sparse:
             ids = self._select(layer, index_q, batch)
-            out = torch.empty(tokens, heads.num_q, HEAD_DIM, dtype=DTYPE, device=self.device)
             inputs = {"q": q, "cache": layer.cache, "ids": ids, "batch": batch}
-            self.observer.stage(
-                "sparse_attention",
-                layer.number,
-                inputs,
-                lambda: m3attn.sparse_attention(q, layer.cache, ids, batch, fp8_pv=self.formats.fp8_pv, out=out),
-            )
+
+            def attend() -> torch.Tensor:
+                m3attn.sparse_attention(q, layer.cache, ids, batch, fp8_pv=self.formats.fp8_pv, out=out)
+                return out
+
+            self.observer.stage("sparse_attention", layer.number, inputs, attend)
             if layer is self.layers[-1]:
                 self.last_ids.append(ids)
                 self.last_index_q.append(index_q)
         else:
             inputs = {"q": q, "cache": layer.cache, "batch": batch}
-            out = self.observer.stage(
-                "dense_attention", layer.number, inputs, lambda: m3attn.dense_attention(q, layer.cache, batch, fp8_pv=self.formats.fp8_pv)
-            )
+
+            def attend_all() -> torch.Tensor:
+                m3attn.dense_attention(q, layer.cache, batch, fp8_pv=self.formats.fp8_pv, out=out)
+                return out
+
+            self.observer.stage("dense_attention", layer.number, inputs, attend_all)
         return out.reshape(tokens, -1) @ layer.output
 
     def _queries(self, layer: Layer, row: torch.Tensor, batch: PagedBatch, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
