@@ -350,6 +350,17 @@ def test_peers_are_checked_and_kept_beside_ours(stage, shape):
     assert "1.00x" in table(rows) or "10.00x" in table(rows)
 
 
+@pytest.mark.parametrize("rule", ["shared_heads", "window"])
+@pytest.mark.parametrize("shape", STEP_SHAPES)
+def test_another_rule_is_timed_as_scores_and_rule(rule, shape):
+    rows, remarks, _ = bench(request("index_topk", shapes=(shape,), rule=rule), peers=StandInPeers(index_topk=object()))
+    assert not remarks and [row["implementation"] for row in rows] == ["reference"] and rows[0]["parity_passed"]
+    with pytest.raises(ValueError, match="rule: expected topk for step"):
+        list(jobs(request("step", rule=rule)))
+    with pytest.raises(ValueError, match="rule: expected one of"):
+        list(jobs(request("index_topk", rule="best")))
+
+
 def test_flashmla_is_timed_on_sparse_mla():
     class Dense(Peers):
         def sparse_mla_prefill(self, q, kv, indices, sm_scale):

@@ -22,15 +22,19 @@ from m3attn.bench.shapes import Heads, Shape, sizes, step_shapes
 from m3attn.bench.stages import SIZE_STAGES, STEP_STAGES, TP1
 from m3attn.bench.timing import Call, Timer
 from m3attn.bench.tune import CURRENT, precompile, variants
-from m3attn.bench.workloads import Options, Workload
+from m3attn.bench.workloads import Options, Workload, ruled_topk
 from m3attn.choice import UnsupportedProblem
+from m3attn.rules import find_rule
 
 SEED = 20260729
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to time. None: the stage's own default. `modes` that a stage does not have are left out for it."""
+    """What to time. None: the stage's own default. `modes` that a stage does not have are left out for it.
+
+    With another rule than `topk`, the one stage to time is index_topk: as index_score and then the rule.
+    """
 
     stages: tuple[str, ...]
     shapes: tuple[str, ...] | None = None
@@ -40,6 +44,7 @@ class Request:
     implementations: tuple[str, ...] | None = None
     sample_rows: int = 64
     grid_sample_rows: int = 8
+    rule: str = "topk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +132,11 @@ def jobs(request: Request) -> Iterator[Job]:
     """Every job of a request, in order.
 
     Raises:
-        ValueError: an unknown stage, shape or mode.
+        ValueError: an unknown stage, shape, mode or rule, or a rule for a stage that selects nothing.
     """
+    find_rule(request.rule)
+    if request.rule != "topk" and set(request.stages) != {"index_topk"}:
+        raise ValueError(f"rule: expected topk for {', '.join(request.stages)}, got {request.rule!r}; other rules are timed as stage index_topk")
     for stage in request.stages:
         if stage in STEP_STAGES:
             yield from _step_jobs(stage, request)
@@ -229,7 +237,10 @@ def _keys(stages: tuple[str, ...], asked: tuple[str, ...] | None, peers: Peers |
 def _run_steps(job: Job, request: Request, session: Session) -> Collected:
     spec, mode, shape = STEP_STAGES[job.stage], MODES[job.mode], job.shape
     assert isinstance(shape, Shape) and job.heads is not None
-    keys = _keys(spec.implementations_of, request.implementations, session.peers)
+    build, stages, peers = spec.build, spec.implementations_of, session.peers
+    if request.rule != "topk":
+        build, stages, peers = ruled_topk, ("index_score", "select_blocks"), None
+    keys = _keys(stages, request.implementations, peers)
     generator = torch.Generator(device=session.device).manual_seed(SEED)
     plans = [plan(step, spec.reads(step, job.heads, mode), replay=shape.replay, l2_bytes=session.l2_bytes) for step in shape.steps]
     pool = Pool.random(max(p.num_pages for p in plans), job.heads, mode, kv=spec.reads_kv, index=spec.reads_index, generator=generator)
@@ -237,13 +248,14 @@ def _run_steps(job: Job, request: Request, session: Session) -> Collected:
         selection=job.selection,
         sample_rows=request.sample_rows if len(shape.steps) == 1 else request.grid_sample_rows,
         replay=shape.replay,
-        peers=session.peers,
+        peers=peers,
+        rule=request.rule,
     )
     collected = Collected()
     for step, step_plan in zip(shape.steps, plans, strict=True):
         inputs = StepInputs.random(step, job.heads, mode, pool, step_plan.num_sets, generator)
         phase = inputs.batches[0].phase
-        _measure_all(spec.build(inputs, options), spec.implementations_of, keys, phase, shape.replay, collected, session)
+        _measure_all(build(inputs, options), stages, keys, phase, shape.replay, collected, session)
     return collected
 
 

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", nargs="+", default=["bf16"], metavar="MODE", help="bf16 fp16 widen fp8 fp8_pv (default bf16)")
     parser.add_argument("--selection", nargs="+", choices=("N", "R"), help="block selections of sparse_attention: N correlated, R random")
     parser.add_argument("--impl", nargs="+", metavar="KEY", help="implementations; default: every one but reference")
+    parser.add_argument("--rule", default="topk", help="selection rule of stage index_topk (default topk, M3's own)")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with vLLM's Triton kernels and FlashMLA, timed in the same run")
     parser.add_argument("--rep-ms", type=float, default=100.0, help="GPU milliseconds of repetitions a figure (default 100)")
     parser.add_argument(
@@ -94,9 +95,12 @@ def request_of(options: argparse.Namespace) -> Any:
             implementations=tuple(options.impl) if options.impl else None,
             sample_rows=max(2, sample_rows),
             grid_sample_rows=max(2, sample_rows // 8),
+            rule=options.rule,
         )
         for key in request.implementations or ():
             parse_choice(key)
+        if request.rule != "topk" and options.update_results is not None:
+            raise ValueError("--update-results: expected rule topk, since result files hold M3's own selection only")
         if not list(jobs(request)):
             raise ValueError(f"nothing to time: {', '.join(request.stages)} has none of the modes {', '.join(request.modes)}")
     except ValueError as error:

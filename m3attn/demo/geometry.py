@@ -59,8 +59,9 @@ ON_CPU = Geometry(Heads(4, 1), hidden=128, tokens=1024, decode_steps=8, chunk=12
 ON_GPU = Geometry(Heads(64, 4), hidden=2048, tokens=32768, decode_steps=16, chunk=8192, block_size=128, topk=16, sparse_layers=2)
 REAL = Geometry(Heads(64, 4), hidden=6144, tokens=4096, decode_steps=4, chunk=512, block_size=128, topk=16)
 
-# One tile of keys of one program in Triton's interpreter, and one multiply-add of the reference, on one core of 2026.
-INTERPRETER_TILE_SECONDS = 5e-3
+# On one core of 2026: one tile of keys of one program in Triton's interpreter, eight heads normalised there, one operation of the reference.
+INTERPRETER_TILE_SECONDS = 1e-2
+INTERPRETER_NORM_SECONDS = 7e-3
 REFERENCE_FLOPS = 5e9
 TILE_KEYS = 64
 TILE_ROWS = 128
@@ -80,7 +81,8 @@ def estimate_seconds(geometry: Geometry, *, interpreted: bool) -> float:
     index_tiles = heads.num_kv * (tokens / TILE_ROWS) * (tokens / 2 / geometry.block_size)
     sparse_tiles = heads.num_kv * tokens * visible / min(TILE_KEYS, geometry.block_size)
     tiles = dense_tiles * geometry.dense_layers + (index_tiles + sparse_tiles) * geometry.sparse_layers
-    return tiles * INTERPRETER_TILE_SECONDS
+    norms = tokens * (heads.num_q + 3 * heads.num_kv + 1) / 8 * (geometry.dense_layers + geometry.sparse_layers)
+    return tiles * INTERPRETER_TILE_SECONDS + norms * INTERPRETER_NORM_SECONDS
 
 
 def duration(seconds: float) -> str:

@@ -56,7 +56,7 @@ def look(model: Model, content: bytes) -> list[Selected]:
 
 def describe(selected: Selected, content: bytes, block_size: int) -> str:
     """A query's line, the text of its best blocks, and the blocks of every KV group."""
-    lines = [f"query at byte {selected.position}: … {line_at(content, selected.position)[-SHOWN_CHARACTERS:]}▏"]
+    lines = [f"query at byte {selected.position}, after: {line_at(content, selected.position)[-SHOWN_CHARACTERS:]}"]
     own = selected.position // block_size
     shown = [pair for pair in selected.best if pair[0] != own][:NUM_BLOCKS]
     for block, score in shown:
