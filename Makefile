@@ -60,7 +60,7 @@ test: lint $(TRITONS)
 	$(PYTEST) -n $(WORKERS) -m 'not slow' $(ARGS)
 
 check-kernels: $(VENV)/.ready $(TRITONS)
-	$(PYTEST) -n $(WORKERS) tests/test_compile.py $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m slow tests/test_compile.py $(ARGS)
 
 test-all: lint $(TRITONS)
 	$(PYTEST) -n $(WORKERS) $(ARGS)

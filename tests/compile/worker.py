@@ -90,6 +90,8 @@ def judge(arch: str, kernel: str, module: ModuleType, meta: dict[str, Any], comp
         wrong["product"] = f"expected {', '.join(expected) or 'no tensor core'} for {rows} rows, found {', '.join(sorted(found)) or 'none'}"
     if compiled.metadata.shared > SHARED_MEMORY[arch] * 1024:
         wrong["shared"] = f"{compiled.metadata.shared} bytes of shared memory, {SHARED_MEMORY[arch] * 1024} fit"
+    if not compiled.metadata.enable_fp_fusion:
+        wrong["fusion"] = "launched without FP fusion"
     # Products of fp32 have no speed target: those variants may spill.
     if spills and not (is_fp32 and rows is not None) and (stack := stack_bytes(compiled.asm["cubin"])):
         wrong["spills"] = f"{stack} bytes of local memory a thread"
