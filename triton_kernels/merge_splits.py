@@ -56,13 +56,11 @@ def merge_splits_kernel(
     total = tl.where(empty, 1.0, tl.sum(weights, axis=0))
     lse = tl.where(empty, float("-inf"), largest + tl.log(total))
 
-    # A split without keys has written no output.
-    has_keys = partial_lse > float("-inf")
+    # A split without keys has written no output: its bytes are read, so as not to wait for the LSEs first, and dropped.
     partial_out = tl.load(
-        partial_out_ptr + partial_rows[:, :, None] * D + offs_d[None, None, :],
-        mask=has_keys[:, :, None] & tile_mask[None, :, :],
-        other=0.0,
+        partial_out_ptr + partial_rows[:, :, None] * D + offs_d[None, None, :], mask=tile_mask[None, :, :], other=0.0
     )  # [SPLITS, BLOCK_R, D]
+    partial_out = tl.where((partial_lse > float("-inf"))[:, :, None], partial_out, 0.0)
     output = tl.sum(partial_out * weights[:, :, None], axis=0) / total[:, None]
     if sink_key_ptr is not None:
         q = tl.load(q_ptr + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + offs_d[None, :], mask=tile_mask, other=0.0)
@@ -92,7 +90,7 @@ def merge_splits(
 
     Args:
         partial_out: [splits, T, Hq, D] fp32, contiguous, splits a power of two: each split's normalised output, before v_scale and the
-            sink. Not read where partial_lse is -inf.
+            sink. Ignored where partial_lse is -inf.
         partial_lse: [splits, T, Hq] fp32, contiguous, natural log; -inf for a split without keys.
         out: [T, Hq, D], unit last stride; gets 0 where every split is empty.
         lse: [T, Hq] fp32 or None; natural log, without the sink.

@@ -39,17 +39,36 @@ class Settings:
     programs: int = 512
 
 
-SETTINGS: dict[tuple[str, str], Settings] = {
-    ("prefill", "half"): Settings(64, 4, 3),
-    ("prefill", "widen"): Settings(64, 4, 3),
-    ("prefill", "fp8"): Settings(64, 4, 3),
-    ("prefill", "fp32"): Settings(16, 8, 2),
-    ("decode", "half"): Settings(64, 4, 3),
-    ("decode", "widen"): Settings(64, 4, 4),
-    ("decode", "fp8"): Settings(64, 4, 4),
-    ("decode", "fp32"): Settings(16, 8, 2),
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Settings for calls of up to `most_rows` rows, a row being one token's group of heads."""
+
+    most_rows: int
+    settings: Settings
+
+
+ANY = 1 << 62
+SETTINGS: dict[tuple[str, str], tuple[Tier, ...]] = {
+    ("prefill", "half"): (Tier(ANY, Settings(32, 1, 3)),),
+    ("prefill", "widen"): (Tier(ANY, Settings(32, 1, 3)),),
+    ("prefill", "fp8"): (Tier(ANY, Settings(32, 1, 3)),),
+    ("prefill", "fp32"): (Tier(ANY, Settings(16, 8, 2)),),
+    ("decode", "half"): (Tier(32, Settings(128, 4, 2)), Tier(128, Settings(32, 2, 5, 256)), Tier(ANY, Settings(64, 4, 3, 256))),
+    ("decode", "widen"): (
+        Tier(32, Settings(128, 4, 2)),
+        Tier(128, Settings(32, 2, 5)),
+        Tier(256, Settings(128, 4, 3, 256)),
+        Tier(ANY, Settings(64, 4, 3, 256)),
+    ),
+    ("decode", "fp8"): (
+        Tier(32, Settings(128, 4, 2)),
+        Tier(128, Settings(32, 2, 5)),
+        Tier(256, Settings(128, 4, 3, 256)),
+        Tier(ANY, Settings(64, 4, 3, 256)),
+    ),
+    ("decode", "fp32"): (Tier(ANY, Settings(16, 8, 2)),),
 }
-"""(phase, mode) -> settings; verify takes decode's, fp8_pv takes fp8's."""
+"""(phase, mode) -> settings by size, measured on an H200; verify takes decode's, fp8_pv takes fp8's."""
 
 CANDIDATES: dict[str, list[Settings]] = {
     "prefill": [
@@ -84,13 +103,18 @@ def mode_of(q: torch.Tensor, k: torch.Tensor) -> str:
     return "widen" if is_fp8(k.dtype) else "half"
 
 
-def settings_for(phase: str, mode: str, arch: str, bytes_per_key: int, block_size: int) -> Settings:
+def settings_of(phase: str, mode: str, rows: int) -> Settings:
+    """The table's settings for `rows` tokens times KV groups, or the tuner's."""
+    return settings_override or next(tier.settings for tier in SETTINGS[phase, mode] if rows <= tier.most_rows)
+
+
+def settings_for(phase: str, mode: str, rows: int, arch: str, bytes_per_key: int, block_size: int) -> Settings:
     """The table's settings, shrunk until the keys and values in flight fit the architecture's shared memory.
 
     Args:
         bytes_per_key: of one key and its value, each padded to a power of two, as they lie in shared memory.
     """
-    settings = settings_override or SETTINGS[phase, mode]
+    settings = settings_of(phase, mode, rows)
     # 163, 227 or 99 KB, less room for the softmax weights and reductions on their way between warps.
     number = arch_number(arch)
     capacity = (90 if number in (86, 89) or number >= 120 else 150 if number < 90 else 210) * 1024
@@ -129,7 +153,8 @@ def workspace_bytes(shape: WorkShape) -> int:
     keys = shape.topk * shape.block_size
     if shape.max_seqlen_q <= DECODE_MAX_SEQLEN_Q:
         heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
-        table = [settings_override] if settings_override else [SETTINGS[key] for key in SETTINGS if key[0] == "decode"]
+        rows = shape.tokens * shape.num_kv_heads
+        table = [settings_of(phase, mode, rows) for phase, mode in SETTINGS if phase == "decode"]
         splits = max(num_splits(settings, shape.tokens, *heads, keys, shape.limit) for settings in table)
         return _partial_bytes(splits, shape.tokens, shape.num_q_heads, shape.head_dim)
     groups = groups_to_widen(
@@ -193,7 +218,7 @@ def _prefill(call: SparseAttentionCall) -> None:
 def _decode(call: SparseAttentionCall) -> None:
     tokens, num_q_heads, head_dim = call.q.shape
     num_kv_heads, topk = call.k.shape[1], call.ids.shape[2]
-    settings = settings_override or SETTINGS["decode", mode_of(call.q, call.k)]
+    settings = settings_of("decode", mode_of(call.q, call.k), tokens * num_kv_heads)
     splits = num_splits(settings, tokens, num_q_heads, num_kv_heads, head_dim, topk * call.batch.block_size, workspace_limit())
     if splits == 1:
         _attend(call, "decode", call.k, call.v, call.batch, slice(0, num_kv_heads))
@@ -310,10 +335,11 @@ def _tiles(phase: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: t
     block_d = next_power_of_2(head_dim)
     block_m = max(16, next_power_of_2(group))
     bytes_per_key = block_d * (k.element_size() + v.element_size())
-    settings = settings_for(phase, mode_of(q, k), current_arch(q.device), bytes_per_key, batch.block_size)
-    if block_m * block_d > 4096:
-        # Twice the registers for twice the output.
-        settings = replace(settings, num_warps=2 * settings.num_warps)
+    rows = q.shape[0] * k.shape[1]
+    settings = settings_for(phase, mode_of(q, k), rows, current_arch(q.device), bytes_per_key, batch.block_size)
+    # The output stays in registers: 64 a thread where the table's settings were measured, more warps for more of it.
+    growth = 2 if block_m * block_d > 4096 else 1
+    settings = replace(settings, num_warps=max(growth * settings.num_warps, block_m * block_d // 2048))
     tiles = dict(
         TOPK=topk,
         PADDED_TOPK=next_power_of_2(topk),

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from m3attn.triton_kernels.dense_tiles import load_rows
 from m3attn.triton_kernels.primitives import LOG2E, load_scale, tile_rows
-from m3attn.triton_kernels.sparse_tiles import attend_selected, entries_to_walk
+from m3attn.triton_kernels.sparse_tiles import attend_selected, entries_to_walk, load_ids
 
 MMA_ROWS: dict[str, str | int | None] = {"sparse_decode_kernel": "BLOCK_M"}
 
@@ -57,6 +57,8 @@ def sparse_decode_kernel(
     if PDL:
         # The merge may start while splits still run; it waits for all of them before it reads.
         tl.extra.cuda.gdc_launch_dependents()
+    ids_ptr += kv_head.to(tl.int64) * ids_strides[0] + row.to(tl.int64) * ids_strides[1]
+    blocks = load_ids(ids_ptr, ids_strides[2], TOPK, PADDED_TOPK)
     request, _, _, position, seq_len = tile_rows(cu_seqlens_ptr, seq_lens_ptr, num_requests, row, 0, num_rows, max_seqlen_k, 1, BLOCK_B)
     visible = tl.maximum(tl.minimum(position + 1, seq_len), 0)
     row = row.to(tl.int64)
@@ -69,8 +71,7 @@ def sparse_decode_kernel(
     query_scale = sm_scale * load_scale(q_scale, q_scale_ptr)
     key_scale = query_scale * load_scale(k_scale, k_scale_ptr) * LOG2E
 
-    ids_ptr += kv_head.to(tl.int64) * ids_strides[0] + row * ids_strides[1]
-    steps = entries_to_walk(ids_ptr, ids_strides[2], visible, TOPK, PADDED_TOPK, BLOCK_SIZE) * (BLOCK_SIZE // BLOCK_N)
+    steps = entries_to_walk(blocks, visible, BLOCK_SIZE) * (BLOCK_SIZE // BLOCK_N)
     steps_per_split = tl.cdiv(steps, SPLITS)
     begin_step = split * steps_per_split
     output, lse = attend_selected(

@@ -9,12 +9,17 @@ from m3attn.triton_kernels.primitives import finish_softmax, online_softmax
 
 
 @triton.jit
-def entries_to_walk(ids_ptr, ids_stride, visible, TOPK: tl.constexpr, PADDED_TOPK: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """How many leading entries of a row's ids hold every usable one; ids in any order, others in between."""
+def load_ids(ids_ptr, ids_stride, TOPK: tl.constexpr, PADDED_TOPK: tl.constexpr):
+    """A row's ids, [PADDED_TOPK], -1 behind the last. Asked for before the row's request is known, so that both waits are one."""
     entries = tl.arange(0, PADDED_TOPK)
-    blocks = tl.load(ids_ptr + entries.to(tl.int64) * ids_stride, mask=entries < TOPK, other=-1)  # [PADDED_TOPK]
+    return tl.load(ids_ptr + entries.to(tl.int64) * ids_stride, mask=entries < TOPK, other=-1)
+
+
+@triton.jit
+def entries_to_walk(blocks, visible, BLOCK_SIZE: tl.constexpr):
+    """How many leading entries of a row's ids hold every usable one; ids in any order, others in between."""
     usable = (blocks >= 0) & (blocks < tl.cdiv(visible, BLOCK_SIZE))
-    return tl.max(tl.where(usable, entries + 1, 0), axis=0)
+    return tl.max(tl.where(usable, tl.arange(0, blocks.shape[0]) + 1, 0), axis=0)
 
 
 @triton.jit
