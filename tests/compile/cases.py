@@ -14,7 +14,8 @@ import m3attn
 from m3attn.dtypes import E4M3, E5M2
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PHASES = {"decode": (4, 1), "verify": (4, 4), "prefill": (2, 256)}  # requests, queries of each
+PHASES = ("decode", "verify", "prefill")
+STEPS = {"decode": (4, 1), "verify": (4, 4), "prefill": (2, 256), "long_prefill": (1, 8192)}  # requests, queries of each
 CONTEXT = 32_768
 ATTENTION_MODES = {
     "bf16": (BF16, BF16, False),
@@ -39,7 +40,7 @@ class Case:
 
 
 def step(phase: str, page_size: int, block_size: int) -> m3attn.PagedBatch:
-    requests, queries = PHASES[phase]
+    requests, queries = STEPS[phase]
     return m3attn.PagedBatch(
         page_table=torch.zeros(requests, CONTEXT // page_size, dtype=torch.int32),
         seq_lens=torch.full((requests,), CONTEXT, dtype=torch.int32),
@@ -52,7 +53,7 @@ def step(phase: str, page_size: int, block_size: int) -> m3attn.PagedBatch:
 
 
 def tokens(phase: str) -> int:
-    requests, queries = PHASES[phase]
+    requests, queries = STEPS[phase]
     return requests * queries
 
 
@@ -71,6 +72,8 @@ def attention_cases(stage: str) -> Iterator[Case]:
             yield attention(stage, phase, "bf16", page_size=page_size)
         yield attention(stage, phase, "bf16", sink=True, lse=True)
         yield attention(stage, phase, "fp8", sink=True, lse=True, device_scales=True)
+    for mode in ATTENTION_MODES:
+        yield attention(stage, "long_prefill", mode, fast=mode in ("bf16", "widen_e5m2", "fp8"))
     if stage == "sparse_attention":
         for phase in PHASES:
             yield attention(stage, phase, "bf16", page_size=16, block_size=16)
@@ -120,6 +123,8 @@ def index_cases(stage: str) -> Iterator[Case]:
         yield index(stage, phase, "bf16", index_dim=64)
         for page_size, block_size in ((16, 128), (16, 16), (256, 256)):
             yield index(stage, phase, "bf16", page_size=page_size, block_size=block_size)
+    for mode in INDEX_MODES:
+        yield index(stage, "long_prefill", mode, fast=mode in ("bf16", "e4m3"))
 
 
 def index(
@@ -137,7 +142,7 @@ def index(
 
 
 def select_cases() -> Iterator[Case]:
-    for phase in PHASES:
+    for phase in STEPS:
         for topk in (1, 16, 128):
 
             def run(phase: str = phase, topk: int = topk) -> None:
