@@ -14,6 +14,7 @@ import torch
 
 from m3attn import registry
 from m3attn.choice import auto_order, m3_problem
+from m3attn.dtypes import dtype_name
 from m3attn.problem import arch_of
 from m3attn.version import __version__
 from m3attn.workspace import WorkShape, workspace_limit
@@ -109,6 +110,7 @@ def workspace_bytes(
     head_dim: int = 128,
     topk: int = 16,
     block_size: int = 128,
+    kv_dtype: str | torch.dtype = "fp8_e4m3",
     impl: str | None = None,
 ) -> int:
     """The most scratch a call of `stage` uses, from static shapes; within `workspace_limit()`.
@@ -117,6 +119,7 @@ def workspace_bytes(
         stage: a stage's name.
         tokens, num_requests, max_seqlen_q, max_seqlen_k: as the call's query rows and batch.
         num_q_heads, num_kv_heads, num_index_heads, head_dim, topk, block_size: its geometry; head_dim is Di for the indexer.
+        kv_dtype: of the cache; by default the one that needs most.
         impl: a registry key; None: the most of those that auto may take.
     """
     shape = WorkShape(
@@ -131,6 +134,7 @@ def workspace_bytes(
         max_seqlen_k=max_seqlen_k,
         block_size=block_size,
         limit=workspace_limit(),
+        kv_dtype=dtype_name(kv_dtype, argument="kv_dtype"),
     )
     keys = [impl] if impl is not None else auto_order(stage, m3_problem(stage))
     found = [i for key in keys if (i := registry.find(stage, key)) is not None]

@@ -12,7 +12,7 @@ _limit = DEFAULT_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """The static shapes a stage's scratch depends on. `limit` is the byte limit in force."""
+    """The static shapes a stage's scratch depends on. `limit` is the byte limit in force; `kv_dtype` by default the one that needs most."""
 
     tokens: int
     num_requests: int
@@ -25,6 +25,7 @@ class WorkShape:
     max_seqlen_k: int
     block_size: int
     limit: int
+    kv_dtype: str = "fp8_e4m3"
 
     @property
     def num_blocks(self) -> int:

@@ -146,7 +146,7 @@ def groups_to_widen(tokens: int, num_requests: int, num_kv_heads: int, head_dim:
 def workspace_bytes(shape: WorkShape) -> int:
     """Scratch of a call: decode's partials, splits * T * Hq * (4 D + 4), or prefill's widened copies, B * max_seqlen_k * Hkv * 4 D.
 
-    The copies are counted whatever the cache's dtype is, and groups go one after another where all of them exceed the limit.
+    Copies are made of fp8 caches only, and groups go one after another where all of them exceed the limit.
     """
     if shape.tokens == 0 or shape.num_requests == 0:
         return 0
@@ -157,6 +157,8 @@ def workspace_bytes(shape: WorkShape) -> int:
         table = [settings_of(phase, mode, rows) for phase, mode in SETTINGS if phase == "decode"]
         splits = max(num_splits(settings, shape.tokens, *heads, keys, shape.limit) for settings in table)
         return _partial_bytes(splits, shape.tokens, shape.num_q_heads, shape.head_dim)
+    if not shape.kv_dtype.startswith("fp8"):
+        return 0
     groups = groups_to_widen(
         shape.tokens, shape.num_requests, shape.num_kv_heads, shape.head_dim, keys, shape.num_blocks, shape.block_size, shape.limit
     )

@@ -141,6 +141,7 @@ def check_attention(
             max_seqlen_k=batch.max_seqlen_k,
             block_size=batch.block_size,
             limit=workspace_limit(),
+            kv_dtype=dtype_name(key.dtype),
         ),
         inputs=(q, key, value, sink_key),
     )
