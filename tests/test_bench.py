@@ -249,6 +249,8 @@ def test_default_selections_and_jobs():
         list(jobs(request("step", modes=("int4",))))
     with pytest.raises(ValueError, match="2 sizes"):
         list(jobs(request("quantize_fp8", shapes=("64",))))
+    mixed = [(job.stage, job.shape_name) for job in jobs(request("quantize_fp8", "index_topk", shapes=("P1", "128x64")))]
+    assert mixed == [("quantize_fp8", "128x64"), ("index_topk", "P1")]
     assert set(NAMED) == {"P1", "P2", "P3", "prod", "verify", "decode"}
 
 

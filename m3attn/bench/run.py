@@ -138,17 +138,41 @@ def jobs(request: Request) -> Iterator[Job]:
     if request.rule != "topk" and set(request.stages) != {"index_topk"}:
         raise ValueError(f"rule: expected topk for {', '.join(request.stages)}, got {request.rule!r}; other rules are timed as stage index_topk")
     for stage in request.stages:
-        if stage in STEP_STAGES:
-            yield from _step_jobs(stage, request)
-        elif stage in SIZE_STAGES:
-            yield from _size_jobs(stage, request)
-        else:
+        if stage not in STEP_STAGES and stage not in SIZE_STAGES:
             raise ValueError(f"stage: expected one of {', '.join((*STEP_STAGES, *SIZE_STAGES))}, got {stage!r}")
+    for name in request.shapes or ():
+        if not any(_fits(stage, name) for stage in request.stages):
+            _parse(request.stages[0], name)
+    for stage in request.stages:
+        yield from _step_jobs(stage, request) if stage in STEP_STAGES else _size_jobs(stage, request)
+
+
+def _parse(stage: str, name: str) -> list[Shape] | tuple[int, ...]:
+    """A shape's name as `stage` reads it. Raises ValueError if it is none of its shapes."""
+    if stage in STEP_STAGES:
+        return step_shapes(name)
+    size, rank = sizes(name), SIZE_STAGES[stage].rank
+    if len(size) != rank:
+        raise ValueError(f"shape: expected {rank} sizes for {stage}, got {name!r}")
+    return size
+
+
+def _fits(stage: str, name: str) -> bool:
+    try:
+        _parse(stage, name)
+    except ValueError:
+        return False
+    return True
+
+
+def _shape_names(stage: str, default: tuple[str, ...], asked: tuple[str, ...] | None) -> list[str]:
+    """The default, or those asked-for shapes that the stage has: a run of several stages names the shapes of all of them."""
+    return [name for name in asked if _fits(stage, name)] if asked else list(default)
 
 
 def _step_jobs(stage: str, request: Request) -> Iterator[Job]:
     spec = STEP_STAGES[stage]
-    for name in request.shapes or spec.shapes:
+    for name in _shape_names(stage, spec.shapes, request.shapes):
         for shape in step_shapes(name):
             for heads in request.heads or TP1:
                 for mode in _modes(spec.modes, request.modes):
@@ -164,10 +188,8 @@ def _selections(selects: bool, asked: tuple[str, ...] | None, shape_name: str) -
 
 def _size_jobs(stage: str, request: Request) -> Iterator[Job]:
     spec = SIZE_STAGES[stage]
-    for name in request.shapes or spec.shapes:
+    for name in _shape_names(stage, spec.shapes, request.shapes):
         size = sizes(name)
-        if len(size) != spec.rank:
-            raise ValueError(f"shape: expected {spec.rank} sizes for {stage}, got {name!r}")
         for heads in (request.heads or spec.heads) if spec.heads else (None,):
             for mode in _modes(spec.modes, request.modes):
                 yield Job(stage, size, name, heads, mode, None)
