@@ -10,12 +10,13 @@ from m3attn.reference.numerics import scale_tensor
 from m3attn.scales import Scale, ScaleLike
 
 MIN_AMAX = 2.0**-100
+NAN_BYTE = 0x7F
 
 
 def saturating_cast(x: torch.Tensor, dtype: torch.dtype, scale: ScaleLike | Scale | torch.Tensor = None) -> torch.Tensor:
     """x / scale in `dtype`; for fp8, out-of-range values become the largest finite one.
 
-    stored = round_to_nearest_even(clamp(fp32(x) / scale, -max, +max));  +-inf -> +-max, NaN stays NaN
+    stored = round_to_nearest_even(clamp(fp32(x) / scale, -max, +max));  +-inf -> +-max, NaN -> the byte 0x7f, as hardware writes it
     Other dtypes round without the clamp.
 
     Args:
@@ -26,10 +27,11 @@ def saturating_cast(x: torch.Tensor, dtype: torch.dtype, scale: ScaleLike | Scal
     divisor = scale if isinstance(scale, torch.Tensor) else scale_tensor(Scale.of(scale, argument="scale"), x.device)
     # The divisor stays a tensor: torch multiplies by the reciprocal of a Python number on a GPU, which rounds twice.
     value = value / divisor.to(value.dtype)
-    if is_fp8(dtype):
-        largest = torch.finfo(dtype).max
-        value = value.clamp(-largest, largest)
-    return value.to(dtype)
+    if not is_fp8(dtype):
+        return value.to(dtype)
+    largest = torch.finfo(dtype).max
+    stored = value.clamp(-largest, largest).to(dtype)
+    return torch.where(value.isnan(), NAN_BYTE, stored.view(torch.uint8)).view(dtype)
 
 
 def dynamic_scale(x: torch.Tensor, dtype: torch.dtype, *, per_row: bool) -> torch.Tensor:

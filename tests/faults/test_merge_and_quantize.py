@@ -170,3 +170,12 @@ def test_empty_tensors(key: str) -> None:
         assert quantize(key, torch.empty(shape, device=DEVICE)).shape == shape
     data, scale = quantize(key, torch.empty(0, 16, device=DEVICE), scale="row")
     assert data.shape == (0, 16) and scale.numel() == 0
+
+
+@pytest.mark.parametrize("key", keys("quantize_fp8"))
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_nan_is_one_byte_in_every_implementation(key: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[float("nan"), -float("nan"), 1.0, -float("inf")] * 8], device=DEVICE)
+    out = m3attn.quantize_fp8(x, dtype=dtype, impl=key).view(torch.uint8)
+    assert bool((out[:, 0::4] == 0x7F).all()) and bool((out[:, 1::4] == 0x7F).all())
+    assert bool((out[:, 3::4] == out[:, 3]).all()) and bool((out.view(dtype)[:, 2::4].float() == 1).all())
