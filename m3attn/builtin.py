@@ -32,10 +32,12 @@ PRIORITIES: dict[str, tuple[Rank, ...]] = {
     "index_score": (Rank("triton"), Rank("reference")),
     "select_blocks": (Rank("triton"), Rank("reference")),
     "index_topk": (Rank("triton"), Rank("reference")),
-    "sparse_attention": (Rank("triton"), Rank("reference")),
+    "sparse_attention": (Rank("triton_union", ("prefill",)), Rank("triton"), Rank("reference")),
     "dense_attention": (Rank("triton"), Rank("reference")),
     "merge_attention_states": (Rank("triton"), Rank("reference")),
     "quantize_fp8": (Rank("triton"), Rank("reference")),
+    "mla_rope_quantize": (Rank("triton"), Rank("reference")),
+    "mla_kv_pack_quantize": (Rank("triton"), Rank("reference")),
 }
 """Fastest first, per stage, from the measurements in results/. CPU tensors take `reference` whatever stands here."""
 
@@ -51,11 +53,19 @@ def _reference(stage: str, module: str, **limits: Any) -> Implementation:
     )
 
 
-def _triton(stage: str, *modules: str, scratch: bool = False, fp8_archs: tuple[str, ...] = (), **limits: Any) -> Implementation:
+def _triton(
+    stage: str,
+    *modules: str,
+    key: str = "triton",
+    function: str | None = None,
+    scratch: bool = False,
+    fp8_archs: tuple[str, ...] = (),
+    **limits: Any,
+) -> Implementation:
     return Implementation(
         stage,
-        "triton",
-        f"m3attn.triton_kernels.{modules[0]}:{stage}",
+        key,
+        f"m3attn.triton_kernels.{modules[0]}:{function or stage}",
         Capabilities(min_arch=80, cpu="interpreter", e4m3_min_arch=89, needs=("triton",), **limits),
         workspace=f"m3attn.triton_kernels.{modules[0]}:workspace_bytes" if scratch else None,
         sources=tuple(f"m3attn.triton_kernels.{m}" for m in modules),
@@ -87,6 +97,8 @@ def add_builtin_implementations() -> None:
         _reference("dense_attention", "dense"),
         _reference("merge_attention_states", "merge"),
         _reference("quantize_fp8", "quantize"),
+        _reference("mla_rope_quantize", "mla_quantize"),
+        _reference("mla_kv_pack_quantize", "mla_quantize"),
         _triton("qk_norm_rope_insert", "qk_norm_rope_insert", "saturate", q_dtypes=("bf16", "fp16", "fp32"), kv_dtypes=ALL_FLOATS),
         _triton("index_score", "index_score", "primitives", **_INDEX),
         _triton("select_blocks", "select_blocks", "primitives", topk=(1, 128)),
@@ -109,6 +121,22 @@ def add_builtin_implementations() -> None:
             **_ATTENTION,
         ),
         _triton(
+            "sparse_attention",
+            "union_prefill",
+            "dense_tiles",
+            "widen_pages",
+            "fp8",
+            "primitives",
+            key="triton_union",
+            function="sparse_attention_union",
+            scratch=True,
+            fp8_archs=FP8_GEMM_ARCHS,
+            topk=(1, 128),
+            block_sizes=POWERS_16_TO_256,
+            phases=("prefill",),
+            **(_ATTENTION | dict(head_dims=(64, 128))),
+        ),
+        _triton(
             "dense_attention",
             "dense_attention",
             "dense_prefill",
@@ -123,5 +151,7 @@ def add_builtin_implementations() -> None:
         ),
         _triton("merge_attention_states", "merge_states", q_dtypes=("bf16", "fp16", "fp32")),
         _triton("quantize_fp8", "quantize", "saturate", q_dtypes=("bf16", "fp16", "fp32")),
+        _triton("mla_rope_quantize", "mla_quantize", "saturate", equal_head_dims=False, q_dtypes=("bf16", "fp16", "fp32")),
+        _triton("mla_kv_pack_quantize", "mla_quantize", "saturate", equal_head_dims=False, q_dtypes=("bf16", "fp16", "fp32")),
     ):
         add(implementation)
