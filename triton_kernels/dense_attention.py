@@ -87,8 +87,8 @@ def default_settings(phase: str, arch: str, mode: str, head_dim: int) -> Setting
     wide = block_d > 128
     if mode == "fp32":
         return Settings(32, 32 if block_d <= 64 else 16, 4 if block_d <= 64 else 8, 1)
-    # Rows and keys of wide heads are few, and spread over more warps, so that logits and accumulator stay in registers.
-    rows = {"prefill": 64 if wide and mode == "fp8_pv" else 128, "verify": 64, "decode": 32}[phase]
+    # Wide heads take fewer keys and rows, and more warps, so that logits and accumulator stay in registers.
+    rows = {"prefill": 64 if wide and mode != "half" else 128, "verify": 64, "decode": 32}[phase]
     keys = 32 if wide else 64
     memory = shared_memory(arch) // (1 if phase == "prefill" else 2) - SCRATCH
     query_bytes, key_bytes = 2 if mode in ("half", "widen") else 1, 2 if mode == "half" else 1
@@ -98,14 +98,17 @@ def default_settings(phase: str, arch: str, mode: str, head_dim: int) -> Setting
         tiles = (memory - block_m * block_d * query_bytes - widened) // (keys_and_values * key_bytes)
         if tiles >= 2:
             break
-    num_warps = 8 if block_m == 128 or (wide and block_m == 64) else 4
+    num_warps = 8 if block_m >= 64 and (wide or phase == "prefill") else 4
     return Settings(block_m, block_n, num_warps, min(max(tiles, 1), 3 if wide else 4) + (phase == "decode"))
 
 
 def choose_settings(call: DenseAttentionCall) -> Settings:
     if settings_override is not None:
         return settings_override
-    key = (call.batch.phase, current_arch(call.q.device), mode_of(call.q, call.k, call.fp8_pv), call.q.shape[2])
+    phase, group = call.batch.phase, call.q.shape[1] // call.k.shape[1]
+    if phase == "verify" and call.batch.max_seqlen_q * group <= 32:
+        phase = "decode"  # as few rows
+    key = (phase, current_arch(call.q.device), mode_of(call.q, call.k, call.fp8_pv), call.q.shape[2])
     return MEASURED.get(key) or default_settings(*key)
 
 
