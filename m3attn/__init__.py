@@ -18,6 +18,8 @@ from m3attn.stages.dense_attention import dense_attention
 from m3attn.stages.index_score import index_score
 from m3attn.stages.index_topk import index_topk
 from m3attn.stages.merge_attention_states import merge_attention_states
+from m3attn.stages.mla_kv_pack_quantize import mla_kv_pack_quantize
+from m3attn.stages.mla_rope_quantize import mla_rope_quantize
 from m3attn.stages.qk_norm_rope_insert import HeadCounts, NormWeights, qk_norm_rope_insert
 from m3attn.stages.quantize_fp8 import quantize_fp8
 from m3attn.stages.select_blocks import select_blocks
@@ -50,6 +52,8 @@ __all__ = [
     "info",
     "interpret",
     "merge_attention_states",
+    "mla_kv_pack_quantize",
+    "mla_rope_quantize",
     "paged",
     "qk_norm_rope_insert",
     "quantize_fp8",

@@ -128,3 +128,86 @@ class QuantizeFp8Call:
     out: torch.Tensor  # like x, e4m3 or e5m2
     scale_out: torch.Tensor | None  # [1] for "tensor", [rows] for "row", fp32
     pdl: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MlaRopeQuantizeCall:
+    q_nope: torch.Tensor  # [T, H, nope], any strides but a unit last one
+    q_pe: torch.Tensor  # [T, H, rope]
+    k_nope: torch.Tensor  # [T, H, nope]
+    k_pe: torch.Tensor  # [T, rope], shared by all heads
+    positions: torch.Tensor  # [T] int32 or int64
+    cos_sin: torch.Tensor  # [max_position, rope], cosines first
+    interleaved: bool
+    q_scale: Scale
+    k_scale: Scale
+    q_out: torch.Tensor  # [T, H, nope + rope], contiguous; e4m3, or the inputs' dtype with scales of 1
+    k_out: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MlaKvPackQuantizeCall:
+    k_nope: torch.Tensor  # [T, H, nope], any strides but a unit last one
+    k_pe: torch.Tensor  # [T, rope], roped, shared by all heads
+    v: torch.Tensor  # [T, H, d_v]
+    k_scale: Scale
+    v_scale: Scale
+    k_out: torch.Tensor  # [T, H, nope + rope] e4m3, contiguous
+    v_out: torch.Tensor  # [T, H, d_v] e4m3, contiguous
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SparseMlaPrefillCall:
+    q: torch.Tensor  # [s_q, h_q, d_qk], unit last stride
+    kv: torch.Tensor  # [s_kv, d_qk], unit last stride
+    indices: torch.Tensor  # [s_q, topk] int32, any strides; outside [0, s_kv): ignored
+    sm_scale: float
+    q_scale: Scale
+    kv_scale: Scale
+    topk_length: torch.Tensor | None  # [s_q] int32
+    attn_sink: torch.Tensor | None  # [h_q] fp32, natural-log logit
+    fp8_pv: bool  # only with e4m3 q and kv
+    out: torch.Tensor  # [s_q, h_q, 512] bf16, contiguous
+    max_logits: torch.Tensor  # [s_q, h_q] fp32, contiguous
+    lse: torch.Tensor  # [s_q, h_q] fp32, contiguous; +inf without a valid index
+    workspace: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MlaPrefillCall:
+    q: torch.Tensor  # [T, H, d_qk], unit last stride
+    k: torch.Tensor  # [Tk, H, d_qk]
+    v: torch.Tensor  # [Tk, H, d_v]
+    cu_seqlens_q: torch.Tensor  # [B + 1] int32
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    causal: bool  # the last query of a request sees its last key
+    sm_scale: float
+    q_scale: Scale
+    k_scale: Scale
+    v_scale: Scale
+    fp8_pv: bool
+    out: torch.Tensor  # [T, H, d_v], unit last stride
+    lse: torch.Tensor | None  # [T, H] fp32
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparePrefillQkvCall:
+    """The one call whose implementation returns something: (q, k, v) for `mla_prefill`, e4m3 over an e4m3 cache, else in the inputs' dtype."""
+
+    q_nope: torch.Tensor  # [T, H, nope], any strides but a unit last one
+    q_pe: torch.Tensor  # [T, H, rope]
+    k_nope: torch.Tensor  # [T, H, nope]
+    v: torch.Tensor  # [T, H, d_v]
+    latent: torch.Tensor  # [T, latent]
+    k_pe: torch.Tensor  # [T, rope]
+    positions: torch.Tensor  # [T] int32 or int64
+    cos_sin: torch.Tensor  # [max_position, rope], cosines first
+    cache: torch.Tensor  # [pages, page_size, latent + rope], unit last stride
+    slots: torch.Tensor  # [T] int32 or int64, page * page_size + offset
+    interleaved: bool
+    q_scale: Scale
+    k_scale: Scale
+    v_scale: Scale
+    cache_scale: Scale

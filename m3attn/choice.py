@@ -247,6 +247,8 @@ def m3_problem(stage: str, **fields: object) -> Problem:
         base |= {"num_index_heads": 4, "index_q_dtype": "bf16", "index_dtype": "bf16"}
     if stage in ("merge_attention_states", "quantize_fp8"):
         base |= {"q_dtype": "bf16"}
+    if stage in ("mla_rope_quantize", "mla_kv_pack_quantize"):
+        base |= {"num_q_heads": 128, "num_kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "q_dtype": "bf16", "kv_dtype": "fp8_e4m3"}
     if "arch" in fields:
         fields["arch"] = normalise_arch(str(fields["arch"]))
     unknown = set(fields) - set(Problem.__dataclass_fields__)

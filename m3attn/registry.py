@@ -26,6 +26,8 @@ STAGES = (
     "dense_attention",
     "merge_attention_states",
     "quantize_fp8",
+    "mla_rope_quantize",
+    "mla_kv_pack_quantize",
 )
 """Every stage, in the order a layer runs them."""
 

@@ -116,6 +116,17 @@ def _quantize() -> StageCall:
     return StageCall(m3attn.quantize_fp8, {"x": normal(3, 5, 32), "out": out})
 
 
+def _mla_rope_quantize() -> StageCall:
+    arguments = {"q": normal(TOKENS, Q_HEADS, 48), "k_nope": normal(TOKENS, Q_HEADS, 32), "k_pe": normal(TOKENS, 1, 16)}
+    arguments |= {"positions": torch.arange(TOKENS), "cos_sin": normal(64, 16, dtype=torch.float32)}
+    return StageCall(m3attn.mla_rope_quantize, arguments)
+
+
+def _mla_kv_pack_quantize() -> StageCall:
+    arguments = {"k_nope": normal(TOKENS, Q_HEADS, 32), "k_pe": normal(TOKENS, 16), "v": normal(TOKENS, Q_HEADS, 32, seed=1)}
+    return StageCall(m3attn.mla_kv_pack_quantize, arguments)
+
+
 BUILDERS: dict[str, Callable[[], StageCall]] = {
     "qk_norm_rope_insert": _qk_norm_rope_insert,
     "index_score": _index_score,
@@ -125,6 +136,8 @@ BUILDERS: dict[str, Callable[[], StageCall]] = {
     "dense_attention": lambda: StageCall(m3attn.dense_attention, _attention()),
     "merge_attention_states": _merge,
     "quantize_fp8": _quantize,
+    "mla_rope_quantize": _mla_rope_quantize,
+    "mla_kv_pack_quantize": _mla_kv_pack_quantize,
 }
 
 

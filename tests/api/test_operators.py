@@ -133,6 +133,22 @@ QUANTIZE: dict[str, tuple] = {
 SCALE_OUT = {"none": None, "float": None, "tensor": None, "dynamic": torch.zeros(1), "rows": torch.zeros(6)}
 PARTS = (Q, normal(TOKENS, Q_HEADS, dtype=torch.float32), Q + 1, normal(TOKENS, Q_HEADS, dtype=torch.float32, seed=1), None)
 
+MLA_HEADS, MLA_PE = normal(TOKENS, Q_HEADS, 48), normal(TOKENS, 1, 16)
+ROTATION = (torch.arange(TOKENS), normal(64, 16, dtype=torch.float32))
+MLA_ROPE: dict[str, tuple] = {
+    "plain": (MLA_HEADS, MLA_HEADS[..., :32], MLA_PE, *ROTATION, False, *NO_SCALE, *NO_SCALE, None),
+    "scaled": (MLA_HEADS, MLA_HEADS[..., 16:], MLA_PE[:, 0], *ROTATION, True, 0.5, None, 1.0, device_scale, None),
+}
+MLA_PACK: dict[str, tuple] = {
+    "plain": (MLA_HEADS[..., :32], MLA_PE, MLA_HEADS[..., 32:], *NO_SCALE, *NO_SCALE, None),
+    "scaled": (MLA_HEADS[..., :32], MLA_PE[:, 0], MLA_HEADS, 0.5, None, 1.0, device_scale, None),
+}
+
+
+def e4m3_bytes(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
 CHECKS: list[tuple[str, str, tuple]] = [
     *(
         (f"{s}_attention", n, (*a, *((IDS,) if s == "sparse" else ()), lse))
@@ -159,6 +175,10 @@ CHECKS: list[tuple[str, str, tuple]] = [
     *(("qk_norm_rope_insert_out", n, tuple(a.values())) for n, a in NORM.items()),
     *(("quantize_fp8", n, a) for n, a in QUANTIZE.items()),
     *(("quantize_fp8_out", n, (*a, torch.zeros(a[0].shape, dtype=torch.uint8), SCALE_OUT[n])) for n, a in QUANTIZE.items()),
+    *(("mla_rope_quantize", n, a) for n, a in MLA_ROPE.items()),
+    *(("mla_rope_quantize_out", n, (*a, e4m3_bytes(*a[0].shape), e4m3_bytes(*a[0].shape))) for n, a in MLA_ROPE.items()),
+    *(("mla_kv_pack_quantize", n, a) for n, a in MLA_PACK.items()),
+    *(("mla_kv_pack_quantize_out", n, (*a, e4m3_bytes(TOKENS, Q_HEADS, 48), e4m3_bytes(*a[2].shape))) for n, a in MLA_PACK.items()),
 ]
 
 

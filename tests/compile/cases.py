@@ -210,6 +210,25 @@ def quantize_cases() -> Iterator[Case]:
                     yield Case(f"quantize_fp8-{dtype}-{out_dtype}-{scale}{'-pdl' if pdl else ''}", dtype, run, dtype == BF16)
 
 
+def mla_quantize_cases(stage: str) -> Iterator[Case]:
+    """DeepSeek-V3's geometry from views of the projections' outputs; few heads, and dims that are no powers of two."""
+    for dtype in (BF16, FP16, FP32):
+        for heads, nope, rope in ((128, 128, 64), (16, 128, 64), (3, 48, 16)):
+            for scale in (None, 0.5, "device"):
+
+                def run(dtype=dtype, heads=heads, nope=nope, rope=rope, scale=scale) -> None:
+                    factor = torch.ones(1) if scale == "device" else scale
+                    kv, k_pe = torch.empty(8, heads, 2 * nope, dtype=dtype), torch.empty(8, 1, rope, dtype=dtype)
+                    if stage == "mla_kv_pack_quantize":
+                        m3attn.mla_kv_pack_quantize(kv[..., :nope], k_pe, kv[..., nope:], k_scale=factor, v_scale=factor, impl="triton")
+                        return
+                    q, positions = torch.empty(8, heads, nope + rope, dtype=dtype), torch.zeros(8, dtype=torch.int64)
+                    options = dict(q_scale=factor, k_scale=factor, impl="triton", interleaved=scale is not None)
+                    m3attn.mla_rope_quantize(q, kv[..., :nope], k_pe, positions, torch.empty(1024, rope), **options)
+
+                yield Case(f"{stage}-{dtype}-{heads}-{nope}+{rope}-{scale}", dtype, run, dtype == BF16)
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "qk_norm_rope_insert": norm_rope_cases,
     "index_score": lambda: index_cases("index_score"),
@@ -219,5 +238,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "dense_attention": lambda: attention_cases("dense_attention"),
     "merge_attention_states": merge_cases,
     "quantize_fp8": quantize_cases,
+    "mla_rope_quantize": lambda: mla_quantize_cases("mla_rope_quantize"),
+    "mla_kv_pack_quantize": lambda: mla_quantize_cases("mla_kv_pack_quantize"),
 }
 """Per stage. A stage with a Triton implementation and no entry here fails the check."""
