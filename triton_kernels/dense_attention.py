@@ -39,7 +39,12 @@ class Settings:
     num_stages: int
 
 
-MEASURED: dict[tuple[str, str, str, int], Settings] = {}
+MEASURED: dict[tuple[str, str, str, int], Settings] = {
+    ("prefill", "sm_90", "half", 128): Settings(64, 64, 4, 3),
+    ("prefill", "sm_90", "fp8", 128): Settings(128, 128, 8, 3),
+    ("decode", "sm_90", "half", 128): Settings(32, 64, 4, 3),
+    ("decode", "sm_90", "fp8", 128): Settings(32, 128, 4, 3),
+}
 """(phase, arch, mode, head dim) -> the fastest settings found; `default_settings` covers the rest."""
 
 CANDIDATES: dict[str, list[Settings]] = {
