@@ -69,27 +69,103 @@ def union_blocks_kernel(
     blocks = tl.where((blocks >= 0) & (blocks < tl.cdiv(visible, BLOCK_SIZE)[:, None]), blocks, INT32_MAX)
 
     unions_ptr += kv_head.to(tl.int64) * unions_strides[0] + tile.to(tl.int64) * unions_strides[1]
+    whole_blocks = tl.maximum(tl.minimum(first_position + 1, seq_len), 0) // BLOCK_SIZE
     count = 0
+    whole = 0
     block = tl.min(blocks)
     while block != INT32_MAX:
         is_taken = blocks == block
         bits = tl.sum(tl.max(is_taken.to(tl.int32), axis=1) << token, axis=0)
         count += 1
+        whole += (block < whole_blocks).to(tl.int32)
         tl.store(unions_ptr + count, block.to(tl.int64) << 32 | bits.to(tl.uint32).to(tl.int64))
         blocks = tl.where(is_taken, INT32_MAX, blocks)
         block = tl.min(blocks)
-    tl.store(unions_ptr, count.to(tl.int64))
+    tl.store(unions_ptr, whole.to(tl.int64) << 32 | count.to(tl.int64))
 
 
 @triton.jit
-def union_tile(union_ptr, step, steps, TILES: tl.constexpr):
-    """Entry of the union that tile `step` of BLOCK_N keys belongs to; 0, without a load, past the end."""
-    return tl.load(union_ptr + 1 + step // TILES, mask=step < steps, other=0)
+def union_entry(union_ptr, step, end, TILES: tl.constexpr):
+    """Entry of a union that tile `step` of BLOCK_N keys belongs to; 0, without a load, from `end` on."""
+    return tl.load(union_ptr + 1 + step // TILES, mask=step < end, other=0)
 
 
 @triton.jit
 def first_key(entry, step, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     return (entry >> 32).to(tl.int32) * BLOCK_SIZE + step % (BLOCK_SIZE // BLOCK_N) * BLOCK_N
+
+
+@triton.jit
+def attend_union(
+    q,  # [BLOCK_M, BLOCK_D]
+    accumulator,  # [BLOCK_M, BLOCK_D] fp32
+    running_max,  # [BLOCK_M]
+    running_sum,  # [BLOCK_M]
+    token_bit,  # [BLOCK_M], the row's bit in an entry; 0 for a row of no token
+    visible,  # [BLOCK_M], keys that the row sees
+    tile_visible,  # the most of them
+    k_ptr,
+    v_ptr,
+    union_ptr,
+    k_strides,
+    v_strides,
+    page_table_ptr,
+    page_table_stride,
+    max_pages,
+    num_pages,
+    request,
+    begin,  # tiles of BLOCK_N keys, counted through the entries of the union
+    end,
+    scale,  # of the logits, log2 e included
+    MASKED: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FP8_PV: tl.constexpr,
+):
+    """Take tiles [begin, end) of a union into the state. MASKED, a row sees keys up to its position; else all rows see whole blocks."""
+    TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    offs_n = tl.arange(0, BLOCK_N)
+    entry = union_entry(union_ptr, begin, end, TILES)
+    bits, start = entry.to(tl.int32), first_key(entry, begin, BLOCK_SIZE, BLOCK_N)
+    page = tile_pages(page_table_ptr, page_table_stride, request, start, tile_visible, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
+    entry = union_entry(union_ptr, begin + 1, end, TILES)
+    for step in range(begin, end):
+        is_member = (bits & token_bit) != 0  # [BLOCK_M]
+        k = load_rows(k_ptr, tile_offsets(page, start, k_strides, PAGE_SIZE, BLOCK_N), None, BLOCK_D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        products = query_key_dot(q, k)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            limit = tl.where(is_member, visible, 0)  # [BLOCK_M]
+            logits = tl.where((start + offs_n)[None, :] < limit[:, None], products * scale, float("-inf"))
+            p, rescale, running_max, running_sum = online_softmax(logits, running_max, running_sum)
+        else:
+            p, rescale, running_max, running_sum = member_softmax(products, is_member, scale, running_max, running_sum, NEGATIVE_SCALE)
+        # Values that no row sees may be NaN, and 0 * NaN is NaN.
+        is_value = start + offs_n < tile_visible if MASKED else None
+        v = load_rows(v_ptr, tile_offsets(page, start, v_strides, PAGE_SIZE, BLOCK_N), is_value, BLOCK_D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        if q.dtype == tl.float32:
+            v = v.to(tl.float32)
+        accumulator = weighted_values(p, v, accumulator * rescale[:, None], FP8_PV)
+        # Looked up ahead: entries and pages in front of the tile they lead to would put their latencies in each step.
+        bits, start = entry.to(tl.int32), first_key(entry, step + 1, BLOCK_SIZE, BLOCK_N)
+        page = tile_pages(page_table_ptr, page_table_stride, request, start, tile_visible, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
+        entry = union_entry(union_ptr, step + 2, end, TILES)
+    return accumulator, running_max, running_sum
+
+
+@triton.jit
+def member_softmax(products, is_member, scale, running_max, running_sum, NEGATIVE_SCALE: tl.constexpr):
+    """`online_softmax` over products * scale for the rows of `is_member`; the others get p 0 and keep their state.
+
+    Rows are left out by a shift of +inf and the scale joins it in one multiply-add: nothing here costs a masked row's work per key.
+    """
+    peak = (tl.min(products, axis=1) if NEGATIVE_SCALE else tl.max(products, axis=1)) * scale  # [M]
+    new_max = tl.maximum(running_max, tl.where(is_member, peak, float("-inf")))
+    rescale = tl.exp2(running_max - tl.where(new_max == float("-inf"), 0.0, new_max))
+    p = tl.exp2(products * scale - tl.where(is_member, new_max, float("inf"))[:, None])  # [M, N]
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, axis=1)
 
 
 @triton.jit
@@ -128,13 +204,13 @@ def union_prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,  # BLOCK_T * GROUP, padded
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # the head dim, a power of two
     BLOCK_B: tl.constexpr,
     FP8_PV: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
 ):
     # Groups are the slow grid axis: programs that run together read one group's keys, which stay longer in the L2 cache. The last tiles of a
     # request, with the longest unions, start first, so that the short ones fill the end of the launch.
@@ -144,52 +220,60 @@ def union_prefill_kernel(
         cu_seqlens_ptr, seq_lens_ptr, num_requests, tile, row_begin, row_end, max_seqlen_k, BLOCK_T, BLOCK_B
     )
     token, row, head, is_row = grouped_rows(first_row, end_row, kv_head, GROUP, BLOCK_T, BLOCK_M)
+    token_bit = tl.where(is_row, 1 << token, 0)  # [BLOCK_M]
     visible = tl.where(is_row, tl.minimum(first_position + token + 1, seq_len), 0)  # [BLOCK_M]
     tile_visible = tl.max(visible, axis=0)
-    q = load_rows(q_ptr, row * q_strides[0] + head * q_strides[1], is_row, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q = load_rows(q_ptr, row * q_strides[0] + head * q_strides[1], is_row, BLOCK_D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     query_scale = sm_scale * load_scale(q_scale, q_scale_ptr)
     key_scale = query_scale * load_scale(k_scale, k_scale_ptr) * LOG2E
 
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    k_ptr += kv_head.to(tl.int64) * k_strides[1]
-    v_ptr += kv_head.to(tl.int64) * v_strides[1]
     unions_ptr += kv_head.to(tl.int64) * unions_strides[0] + tile.to(tl.int64) * unions_strides[1]
+    sizes = tl.load(unions_ptr)
     TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    steps = tl.load(unions_ptr).to(tl.int32) * TILES
-    entry = union_tile(unions_ptr, 0, steps, TILES)
-    bits, start = entry.to(tl.int32), first_key(entry, 0, BLOCK_SIZE, BLOCK_N)
-    entry = union_tile(unions_ptr, 1, steps, TILES)
-    page = tile_pages(page_table_ptr, page_table_stride, request, start, tile_visible, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
-    for step in range(0, steps):
-        keys = start + offs_n  # [BLOCK_N]
-        # One comparison a key stands for both: the row's token selected the block, and sees the key.
-        limit = tl.where((bits >> token & 1) != 0, visible, 0)  # [BLOCK_M]
-        k = load_rows(k_ptr, tile_offsets(page, start, k_strides, PAGE_SIZE, BLOCK_N), None, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        logits = tl.where(keys[None, :] < limit[:, None], query_key_dot(q, k) * key_scale, float("-inf"))  # [BLOCK_M, BLOCK_N]
-        p, rescale, running_max, running_sum = online_softmax(logits, running_max, running_sum)
-        # Values that no row sees may be NaN, and 0 * NaN is NaN.
-        v = load_rows(v_ptr, tile_offsets(page, start, v_strides, PAGE_SIZE, BLOCK_N), keys < tile_visible, HEAD_DIM, BLOCK_D)
-        if q.dtype == tl.float32:
-            v = v.to(tl.float32)
-        accumulator = weighted_values(p, v, accumulator * rescale[:, None], FP8_PV)
-        # Pages are looked up one tile ahead and unions two: in front of the tile they lead to they would put their latencies in each step.
-        bits, start = entry.to(tl.int32), first_key(entry, step + 1, BLOCK_SIZE, BLOCK_N)
-        page = tile_pages(page_table_ptr, page_table_stride, request, start, tile_visible, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
-        entry = union_tile(unions_ptr, step + 2, steps, TILES)
+    whole, steps = (sizes >> 32).to(tl.int32) * TILES, sizes.to(tl.int32) * TILES
+    for MASKED in tl.static_range(2):
+        accumulator, running_max, running_sum = attend_union(
+            q,
+            accumulator,
+            running_max,
+            running_sum,
+            token_bit,
+            visible,
+            tile_visible,
+            k_ptr + kv_head.to(tl.int64) * k_strides[1],
+            v_ptr + kv_head.to(tl.int64) * v_strides[1],
+            unions_ptr,
+            k_strides,
+            v_strides,
+            page_table_ptr,
+            page_table_stride,
+            max_pages,
+            num_pages,
+            request,
+            whole if MASKED else 0,
+            steps if MASKED else whole,
+            key_scale,
+            MASKED,
+            NEGATIVE_SCALE,
+            BLOCK_SIZE,
+            PAGE_SIZE,
+            BLOCK_N,
+            BLOCK_D,
+            FP8_PV,
+        )
 
     output, lse = finish_softmax(accumulator, running_max, running_sum)
     output = finish_values(output, FP8_PV) * load_scale(v_scale, v_scale_ptr)
-    is_element = is_row[:, None] & (offs_d < HEAD_DIM)[None, :]
+    offs_d = tl.arange(0, BLOCK_D)
     if sink_key_ptr is not None:
         sink_pointers = sink_key_ptr + head[:, None] * sink_key_strides[0] + offs_d[None, :].to(tl.int64) * sink_key_strides[1]
-        sink_key = tl.load(sink_pointers, mask=is_element, other=0.0)  # [BLOCK_M, BLOCK_D]
+        sink_key = tl.load(sink_pointers, mask=is_row[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
         output *= sink_share(q, sink_key, query_scale, lse)[:, None]
     out_pointers = out_ptr + (row * out_strides[0] + head * out_strides[1])[:, None] + offs_d[None, :]
-    tl.store(out_pointers, output.to(out_ptr.dtype.element_ty), mask=is_element)
+    tl.store(out_pointers, output.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
     if lse_ptr is not None:
         tl.store(lse_ptr + row * lse_strides[0] + head * lse_strides[1], lse, mask=is_row)
 
@@ -338,9 +422,8 @@ def _attend(call: SparseAttentionCall, plan: UnionPlan, k: torch.Tensor, v: torc
     q, out, ids = call.q[:, heads], call.out[:, heads], call.ids[kv_heads]
     sink_key = None if call.sink_key is None else call.sink_key[heads]
     lse = None if call.lse is None else call.lse[:, heads]
-    block_d = next_power_of_2(head_dim)
-    key_bytes = block_d * (k.element_size() + v.element_size())
-    settings = settings_for(mode_of(q, k), current_arch(q.device), block_d * q.element_size(), key_bytes, batch.block_size)
+    key_bytes = head_dim * (k.element_size() + v.element_size())
+    settings = settings_for(mode_of(q, k), current_arch(q.device), head_dim * q.element_size(), key_bytes, batch.block_size)
     sizes: dict[str, Any] = dict(BLOCK_SIZE=batch.block_size, BLOCK_T=plan.tile_tokens, BLOCK_B=block_b(batch))
     assert call.workspace is not None
     for row_begin in range(0, q.shape[0], plan.rows):
@@ -407,10 +490,10 @@ def _attend(call: SparseAttentionCall, plan: UnionPlan, k: torch.Tensor, v: torc
             num_stages=settings.num_stages,
             PAGE_SIZE=batch.page_size,
             GROUP=group,
-            HEAD_DIM=head_dim,
             BLOCK_M=settings.block_m,
             BLOCK_N=settings.block_n,
-            BLOCK_D=block_d,
+            BLOCK_D=head_dim,
             FP8_PV=call.fp8_pv,
+            NEGATIVE_SCALE=call.sm_scale < 0,
             **sizes,
         )
