@@ -21,7 +21,7 @@ from m3attn.problem import arch_number
 from m3attn.triton_kernels.dense_tiles import grouped_rows, load_rows, tile_offsets, tile_pages
 from m3attn.triton_kernels.fp8 import finish_values, query_key_dot, weighted_values
 from m3attn.triton_kernels.launch import cdiv, current_arch, launch, next_power_of_2
-from m3attn.triton_kernels.primitives import INT32_MAX, LOG2E, finish_softmax, load_scale, online_softmax, sink_share, tile_rows
+from m3attn.triton_kernels.primitives import INT32_MAX, LOG2E, finish_softmax, load_scale, sink_share, tile_rows
 from m3attn.triton_kernels.rows import block_b, num_row_tiles
 from m3attn.triton_kernels.sparse_attention import groups_to_widen, mode_of
 from m3attn.triton_kernels.sparse_attention import sparse_attention as query_by_query
@@ -33,6 +33,8 @@ MMA_ROWS: dict[str, str | int | None] = {"union_blocks_kernel": None, "union_pre
 
 MAX_TILE_TOKENS = 32
 """One bit of a word a token."""
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -96,6 +98,24 @@ def first_key(entry, step, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def member_softmax(products, is_member, is_seen, scale, running_max, running_sum, NEGATIVE_SCALE: tl.constexpr):
+    """One step of `online_softmax` over products * scale [M, N] for the rows of `is_member` [M]; the others get p 0 and keep their state.
+
+    A row is left out by a shift of +inf, and the scale joins the shift in one multiply-add: a key costs a row no more than in dense attention.
+    A member sees at least one key: those of `is_seen` [M, N], all where that is None. The maximum starts finite, so that no row needs a check.
+    """
+    edge = float("inf") if NEGATIVE_SCALE else float("-inf")
+    seen = products if is_seen is None else tl.where(is_seen, products, edge)
+    peak = (tl.min(seen, axis=1) if NEGATIVE_SCALE else tl.max(seen, axis=1)) * scale  # [M]
+    new_max = tl.where(is_member, tl.maximum(running_max, peak), running_max)
+    rescale = tl.exp2(running_max - new_max)
+    p = tl.exp2(products * scale - tl.where(is_member, new_max, float("inf"))[:, None])  # [M, N]
+    if is_seen is not None:
+        p = tl.where(is_seen, p, 0.0)
+    return p, rescale, new_max, running_sum * rescale + tl.sum(p, axis=1)
+
+
+@triton.jit
 def attend_union(
     q,  # [BLOCK_M, BLOCK_D]
     accumulator,  # [BLOCK_M, BLOCK_D] fp32
@@ -136,12 +156,11 @@ def attend_union(
         is_member = (bits & token_bit) != 0  # [BLOCK_M]
         k = load_rows(k_ptr, tile_offsets(page, start, k_strides, PAGE_SIZE, BLOCK_N), None, BLOCK_D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         products = query_key_dot(q, k)  # [BLOCK_M, BLOCK_N]
+        is_seen = None
         if MASKED:
-            limit = tl.where(is_member, visible, 0)  # [BLOCK_M]
-            logits = tl.where((start + offs_n)[None, :] < limit[:, None], products * scale, float("-inf"))
-            p, rescale, running_max, running_sum = online_softmax(logits, running_max, running_sum)
-        else:
-            p, rescale, running_max, running_sum = member_softmax(products, is_member, scale, running_max, running_sum, NEGATIVE_SCALE)
+            is_member &= start < visible
+            is_seen = (start + offs_n)[None, :] < visible[:, None]  # [BLOCK_M, BLOCK_N]
+        p, rescale, running_max, running_sum = member_softmax(products, is_member, is_seen, scale, running_max, running_sum, NEGATIVE_SCALE)
         # Values that no row sees may be NaN, and 0 * NaN is NaN.
         is_value = start + offs_n < tile_visible if MASKED else None
         v = load_rows(v_ptr, tile_offsets(page, start, v_strides, PAGE_SIZE, BLOCK_N), is_value, BLOCK_D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
@@ -153,19 +172,6 @@ def attend_union(
         page = tile_pages(page_table_ptr, page_table_stride, request, start, tile_visible, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
         entry = union_entry(union_ptr, step + 2, end, TILES)
     return accumulator, running_max, running_sum
-
-
-@triton.jit
-def member_softmax(products, is_member, scale, running_max, running_sum, NEGATIVE_SCALE: tl.constexpr):
-    """`online_softmax` over products * scale for the rows of `is_member`; the others get p 0 and keep their state.
-
-    Rows are left out by a shift of +inf and the scale joins it in one multiply-add: nothing here costs a masked row's work per key.
-    """
-    peak = (tl.min(products, axis=1) if NEGATIVE_SCALE else tl.max(products, axis=1)) * scale  # [M]
-    new_max = tl.maximum(running_max, tl.where(is_member, peak, float("-inf")))
-    rescale = tl.exp2(running_max - tl.where(new_max == float("-inf"), 0.0, new_max))
-    p = tl.exp2(products * scale - tl.where(is_member, new_max, float("inf"))[:, None])  # [M, N]
-    return p, rescale, new_max, running_sum * rescale + tl.sum(p, axis=1)
 
 
 @triton.jit
@@ -228,7 +234,7 @@ def union_prefill_kernel(
     key_scale = query_scale * load_scale(k_scale, k_scale_ptr) * LOG2E
 
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     unions_ptr += kv_head.to(tl.int64) * unions_strides[0] + tile.to(tl.int64) * unions_strides[1]
     sizes = tl.load(unions_ptr)
