@@ -78,6 +78,21 @@ def attention_cases(stage: str) -> Iterator[Case]:
         for phase in PHASES:
             yield attention(stage, phase, "bf16", page_size=16, block_size=16)
             yield attention(stage, phase, "bf16", page_size=128, block_size=256)
+        yield from union_cases(stage)
+
+
+def union_cases(stage: str) -> Iterator[Case]:
+    """Prefill in tiles of tokens: every mode with copies widened beforehand and without, every tile shape of groups, both head dims."""
+    for mode in ATTENTION_MODES:
+        yield attention(stage, "prefill", mode, impl="triton_union")
+        yield attention(stage, "long_prefill", mode, impl="triton_union", fast=mode in ("bf16", "widen_e5m2", "fp8"))
+        yield attention(stage, "prefill", mode, head_dim=64, impl="triton_union")
+    for heads in ((16, 1), (8, 1), (4, 4), (24, 8), (32, 1)):
+        yield attention(stage, "prefill", "bf16", heads=heads, impl="triton_union")
+    for page_size, block_size in ((16, 128), (64, 128), (16, 16), (128, 256)):
+        yield attention(stage, "prefill", "bf16", page_size=page_size, block_size=block_size, impl="triton_union")
+    yield attention(stage, "prefill", "bf16", sink=True, lse=True, impl="triton_union")
+    yield attention(stage, "prefill", "fp8", sink=True, lse=True, device_scales=True, impl="triton_union")
 
 
 def attention(
@@ -92,6 +107,7 @@ def attention(
     sink: bool = False,
     lse: bool = False,
     device_scales: bool = False,
+    impl: str = "triton",
     fast: bool = False,
 ) -> Case:
     q_dtype, kv_dtype, fp8_pv = ATTENTION_MODES[mode]
@@ -104,13 +120,13 @@ def attention(
         q = torch.empty(rows, num_q_heads, head_dim, dtype=q_dtype)
         options = dict(sink_key=torch.empty(num_q_heads, head_dim, dtype=BF16) if sink else None, fp8_pv=fp8_pv, return_lse=lse, q_scale=scale)
         if stage == "dense_attention":
-            m3attn.dense_attention(q, cache, step(phase, page_size, block_size), impl="triton", **options)
+            m3attn.dense_attention(q, cache, step(phase, page_size, block_size), impl=impl, **options)
         else:
             ids = torch.zeros(num_kv_heads, rows, topk, dtype=torch.int32)
-            m3attn.sparse_attention(q, cache, ids, step(phase, page_size, block_size), impl="triton", **options)
+            m3attn.sparse_attention(q, cache, ids, step(phase, page_size, block_size), impl=impl, **options)
 
     extras = "".join(f"-{name}" for name, on in (("sink", sink), ("lse", lse), ("scales", device_scales)) if on)
-    name = f"{stage}-{phase}-{mode}-{num_q_heads}/{num_kv_heads}-d{head_dim}-page{page_size}-block{block_size}{extras}"
+    name = f"{stage}-{impl}-{phase}-{mode}-{num_q_heads}/{num_kv_heads}-d{head_dim}-page{page_size}-block{block_size}{extras}"
     return Case(name, q_dtype, run, fast)
 
 
