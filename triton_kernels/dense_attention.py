@@ -93,7 +93,8 @@ def default_settings(phase: str, arch: str, mode: str, head_dim: int) -> Setting
     if mode == "fp32":
         return Settings(32, 32 if block_d <= 64 else 16, 4 if block_d <= 64 else 8, 1)
     # Wide heads take fewer keys and rows, and more warps, so that logits and accumulator stay in registers.
-    rows = {"prefill": 64 if wide and mode != "half" else 128, "verify": 64, "decode": 32}[phase]
+    few_rows = wide and (mode != "half" or not 90 <= arch_number(arch) < 120)
+    rows = {"prefill": 64 if few_rows else 128, "verify": 64, "decode": 32}[phase]
     keys = 32 if wide else 64
     memory = shared_memory(arch) // (1 if phase == "prefill" else 2) - SCRATCH
     query_bytes, key_bytes = 2 if mode in ("half", "widen") else 1, 2 if mode == "half" else 1
