@@ -246,6 +246,24 @@ def mla_quantize_cases(stage: str) -> Iterator[Case]:
                 yield Case(f"{stage}-{dtype}-{heads}-{nope}+{rope}-{scale}", dtype, run, dtype == BF16)
 
 
+def sparse_mla_cases() -> Iterator[Case]:
+    """Both latent widths and every tile of heads per mode, one query (split) and many, with and without lengths and sinks."""
+    for mode, (q_dtype, kv_dtype, fp8_pv) in ATTENTION_MODES.items():
+        if kv_dtype == E5M2:
+            continue
+        for queries, heads, dim in ((1, 128, 576), (64, 128, 576), (64, 64, 512), (8, 16, 576), (64, 8, 512), (64, 24, 576)):
+
+            def run(q_dtype=q_dtype, kv_dtype=kv_dtype, fp8_pv=fp8_pv, queries=queries, heads=heads, dim=dim) -> None:
+                scale = torch.ones(1) if queries == 1 else 0.5
+                optional = {} if heads == 64 else dict(topk_length=torch.zeros(queries, dtype=torch.int32), attn_sink=torch.zeros(heads))
+                indices = torch.zeros(queries, 1, 2048, dtype=torch.int32)
+                options = dict(sm_scale=0.1, q_scale=scale, kv_scale=scale, fp8_pv=fp8_pv, impl="triton")
+                q, kv = torch.empty(queries, heads, dim, dtype=q_dtype), torch.empty(64, 1, dim, dtype=kv_dtype)
+                m3attn.sparse_mla_prefill(q, kv, indices, **options, **optional)
+
+            yield Case(f"sparse_mla_prefill-{mode}-s{queries}-h{heads}-d{dim}", q_dtype, run, mode in ("bf16", "fp8_pv") and dim == 576)
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "qk_norm_rope_insert": norm_rope_cases,
     "index_score": lambda: index_cases("index_score"),
@@ -257,5 +275,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "quantize_fp8": quantize_cases,
     "mla_rope_quantize": lambda: mla_quantize_cases("mla_rope_quantize"),
     "mla_kv_pack_quantize": lambda: mla_quantize_cases("mla_kv_pack_quantize"),
+    "sparse_mla_prefill": sparse_mla_cases,
 }
 """Per stage. A stage with a Triton implementation and no entry here fails the check."""

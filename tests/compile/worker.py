@@ -136,9 +136,9 @@ def check(arch: str, stages: list[str], *, fast: bool, spills: bool, verbose: bo
                 print(f"{kernel} [{case.name}] shared {compiled.metadata.shared} {'; '.join(wrong.values()) or 'ok'}", flush=True)
     if set(stages) == set(CASES):
         report.faults += [f"{name}: defined in {modules[name].__name__} and compiled by no case" for name in sorted(set(modules) - report.kernels)]
-        if spills and not fast:
-            stated = {key for module in modules.values() for key in getattr(module, "COMPILE_EXCEPTIONS", {}) if key[1] == arch}
-            report.faults += [f"COMPILE_EXCEPTIONS{key}: nothing needs it any more" for key in sorted(stated - report.excused)]
+        stated = {key for module in modules.values() for key in getattr(module, "COMPILE_EXCEPTIONS", {}) if key[1] == arch}
+        judged = {key for key in stated if (spills if key[2] == "spills" else not fast)}
+        report.faults += [f"COMPILE_EXCEPTIONS{key}: nothing needs it any more" for key in sorted(judged - report.excused)]
     return report
 
 
