@@ -76,10 +76,14 @@ def _load_parts(head, mask, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TAIL_B
 
 @triton.jit
 def _store_parts(head, mask, parts, value, scale, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr):
-    """The inverse of `_load_parts`, divided by the scale and rounded once."""
+    """The inverse of `_load_parts`, divided by the scale and rounded once.
+
+    A thread stores 8 elements in a run whatever their size. Were it 16 of fp8, every group of the kernel would take that layout, square sums would
+    add up in another order, and an fp8 index cache would change the rounding of q and k.
+    """
     TAIL: tl.constexpr = HEAD_DIM // 2 - HALF
-    offs_half = tl.arange(0, HALF_BLOCK)[None, :]
-    offs_tail = tl.arange(0, TAIL_BLOCK)[None, :]
+    offs_half = tl.max_contiguous(tl.arange(0, HALF_BLOCK), 8)[None, :]
+    offs_tail = tl.max_contiguous(tl.arange(0, TAIL_BLOCK), 8)[None, :]
     dtype: tl.constexpr = head.dtype.element_ty
     tl.store(head + offs_half, round_to(divide_by_scale(parts[0], value, scale), dtype), mask=mask & (offs_half < HALF))
     tl.store(head + HALF + offs_half, round_to(divide_by_scale(parts[1], value, scale), dtype), mask=mask & (offs_half < HALF))
