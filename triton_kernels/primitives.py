@@ -68,6 +68,31 @@ def tile_rows(cu_seqlens_ptr, seq_lens_ptr, num_requests, tile, row_begin, row_e
 
 
 @triton.jit
+def find_row(cu_seqlens_ptr, seq_lens_ptr, num_requests, row, max_seqlen_k, BLOCK_B: tl.constexpr):
+    """(request, position, seq_len) of query row `row`; a padded row gets request 0, seq_len 0 and a position far below zero.
+
+    What `tile_rows` finds for tiles of one row, with one wait for memory in place of two: offsets and lengths are read together.
+    """
+    request = 0
+    end = 1 << 30
+    seq_len = 0
+    for start in range(0, num_requests, BLOCK_B):
+        offs_b = start + tl.arange(0, BLOCK_B)  # [BLOCK_B]
+        exists = offs_b < num_requests
+        begins = tl.load(cu_seqlens_ptr + offs_b, mask=exists, other=INT32_MAX)
+        ends = tl.load(cu_seqlens_ptr + offs_b + 1, mask=exists, other=INT32_MAX)
+        lengths = tl.load(seq_lens_ptr + offs_b, mask=exists, other=0)
+        # Offsets that do not ascend may name several requests: the last one counts.
+        owner = tl.max(tl.where((begins <= row) & (row < ends), offs_b, -1), axis=0)
+        is_owner = offs_b == owner
+        request = tl.maximum(request, owner)
+        seq_len = tl.where(owner >= 0, tl.sum(tl.where(is_owner, lengths, 0), axis=0), seq_len)
+        end = tl.where(owner >= 0, tl.sum(tl.where(is_owner, ends, 0), axis=0), end)
+    seq_len = tl.minimum(tl.maximum(seq_len, 0), max_seqlen_k)
+    return request, seq_len - end + row, seq_len
+
+
+@triton.jit
 def physical_page(page_table_ptr, page_table_stride, request, logical_page, max_pages, num_pages, mask):
     """Physical page ids as int64, inside [0, num_pages); 0 where `mask` is false, without a load."""
     inside = mask & (logical_page >= 0) & (logical_page < max_pages)

@@ -36,6 +36,8 @@ CANDIDATES = [Setting(elements, num_warps) for elements in (1024, 2048, 4096, 81
 settings_override: Setting | None = None
 """Set by a tuner to force one setting."""
 
+STREAM_BYTES = 32 << 20
+"""A cast of more bytes passes through L2 without pushing out what others keep there: nothing of it would be left for a reader anyway."""
 LONGEST_HELD_ROW = 16384
 """Rows up to this length stay in registers between their maximum and their cast; longer ones are read twice."""
 TILES_PER_MAXIMUM = 4
@@ -74,14 +76,16 @@ def _wait_for_producer(PDL: tl.constexpr):
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, out_ptr, value, scale_ptr, rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, out_ptr, value, scale_ptr, rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    EVICTION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out = x / scale, one tile a program."""
     _wait_for_producer(PDL)
     offs_row, offs_col, x_offset, out_offset = _tile_offsets(tl.program_id(0), rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS, BLOCK_COLS, 1)
     mask = (offs_row < rows) & (offs_col < cols)
-    x = widen(tl.load(x_ptr + x_offset + offs_col, mask=mask, other=0.0))  # [BLOCK_ROWS, BLOCK_COLS]
-    tl.store(out_ptr + out_offset + offs_col, round_to(divide_by_scale(x, value, scale_ptr), out_ptr.dtype.element_ty), mask=mask)
+    x = widen(tl.load(x_ptr + x_offset + offs_col, mask=mask, other=0.0, eviction_policy=EVICTION))  # [BLOCK_ROWS, BLOCK_COLS]
+    stored = round_to(divide_by_scale(x, value, scale_ptr), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_offset + offs_col, stored, mask=mask, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -168,7 +172,8 @@ def quantize_fp8(call: QuantizeFp8Call) -> None:
         launch(_scale_kernel, grid, x, scale_out, *layout, LARGEST=largest, TILES=tiles, PDL=False, **options)
         value, tensor = 1.0, scale_out
     grid = (row_tiles * cdiv(cols, block_cols),)
-    launch(_quantize_kernel, grid, x, out, value, tensor, *layout, out_strides, PDL=pdl, pdl=pdl, **options)
+    eviction = "evict_first" if x.nbytes + out.nbytes > STREAM_BYTES else ""
+    launch(_quantize_kernel, grid, x, out, value, tensor, *layout, out_strides, EVICTION=eviction, PDL=pdl, pdl=pdl, **options)
 
 
 def _merge_dims(x: torch.Tensor, out: torch.Tensor, *, keep_rows: bool) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -53,7 +53,12 @@ SETTINGS: dict[tuple[str, str], tuple[Tier, ...]] = {
     ("prefill", "widen"): (Tier(ANY, Settings(32, 1, 3)),),
     ("prefill", "fp8"): (Tier(ANY, Settings(32, 1, 3)),),
     ("prefill", "fp32"): (Tier(ANY, Settings(16, 8, 2)),),
-    ("decode", "half"): (Tier(32, Settings(128, 4, 2)), Tier(128, Settings(32, 2, 5, 256)), Tier(ANY, Settings(64, 4, 3, 256))),
+    ("decode", "half"): (
+        Tier(32, Settings(128, 4, 2)),
+        Tier(128, Settings(32, 2, 5, 256)),
+        Tier(256, Settings(64, 4, 3, 256)),
+        Tier(ANY, Settings(128, 4, 2, 256)),
+    ),
     ("decode", "widen"): (
         Tier(32, Settings(128, 4, 2)),
         Tier(128, Settings(32, 2, 5)),
@@ -81,7 +86,10 @@ CANDIDATES: dict[str, list[Settings]] = {
     ],
     "decode": [
         Settings(block_n, num_warps, num_stages, programs)
-        for block_n, num_warps, num_stages in ((128, 4, 2), (128, 4, 3), (128, 8, 3), (64, 4, 3), (64, 4, 4), (64, 2, 4), (32, 2, 5))
+        for block_n, num_warps, num_stages in (
+            *((128, 4, 2), (128, 4, 3), (128, 8, 3), (64, 4, 3), (64, 4, 4), (64, 2, 3), (64, 2, 4)),
+            *((32, 2, 3), (32, 2, 4), (32, 2, 5), (32, 1, 3), (32, 1, 4), (32, 1, 6)),
+        )
         for programs in (256, 512, 1024)
     ],
 }
@@ -319,7 +327,6 @@ def _attend(call: SparseAttentionCall, phase: str, k: torch.Tensor, v: torch.Ten
         (0, 0) if lse is None else lse.stride(),
         batch.page_table.stride(0),
         batch.num_requests,
-        q.shape[0],
         batch.max_seqlen_k,
         batch.page_table.shape[1],
         k.shape[0],

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from m3attn.triton_kernels.dense_tiles import load_rows
-from m3attn.triton_kernels.primitives import LOG2E, load_scale, tile_rows
+from m3attn.triton_kernels.primitives import LOG2E, find_row, load_scale
 from m3attn.triton_kernels.sparse_tiles import attend_selected, entries_to_walk, load_ids
 
 MMA_ROWS: dict[str, str | int | None] = {"sparse_decode_kernel": "BLOCK_M"}
@@ -59,7 +59,7 @@ def sparse_decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     ids_ptr += kv_head.to(tl.int64) * ids_strides[0] + row.to(tl.int64) * ids_strides[1]
     blocks = load_ids(ids_ptr, ids_strides[2], TOPK, PADDED_TOPK)
-    request, _, _, position, seq_len = tile_rows(cu_seqlens_ptr, seq_lens_ptr, num_requests, row, 0, num_rows, max_seqlen_k, 1, BLOCK_B)
+    request, position, seq_len = find_row(cu_seqlens_ptr, seq_lens_ptr, num_requests, row, max_seqlen_k, BLOCK_B)
     visible = tl.maximum(tl.minimum(position + 1, seq_len), 0)
     row = row.to(tl.int64)
 
