@@ -290,7 +290,7 @@ class Settings:
 
     Attributes:
         block_m: rows of a tile, tokens times heads of a group.
-        block_n: keys a step, at most; `settings_for` fits it to the block size and to shared memory.
+        block_n: keys a step, at most; `fit` cuts it down to the block size and to shared memory.
     """
 
     block_m: int
@@ -299,13 +299,18 @@ class Settings:
     num_stages: int
 
 
-SETTINGS: dict[str, Settings] = {
-    "half": Settings(64, 64, 4, 3),
-    "widen": Settings(64, 64, 4, 3),
-    "fp8": Settings(64, 64, 4, 3),
-    "fp32": Settings(64, 16, 8, 1),
+SETTINGS: dict[tuple[str, str], Settings] = {
+    ("warpgroup", "half"): Settings(64, 64, 4, 3),
+    ("warpgroup", "widen"): Settings(64, 64, 4, 3),
+    ("warpgroup", "fp8"): Settings(64, 64, 4, 3),
+    ("warpgroup", "fp32"): Settings(64, 16, 8, 1),
+    ("warp", "half"): Settings(64, 32, 4, 3),
+    ("warp", "widen"): Settings(64, 32, 4, 3),
+    ("warp", "fp8"): Settings(64, 32, 4, 3),
+    ("warp", "fp32"): Settings(64, 16, 8, 1),
 }
-"""Mode of the keys as the kernel reads them -> settings; fp8_pv takes fp8's."""
+"""(what multiplies, mode of the keys as the kernel reads them) -> settings; fp8_pv takes fp8's. Warpgroups of SM90 and SM100 read queries and
+keys from shared memory, and 64 rows let two programs share a multiprocessor; elsewhere queries stand in registers, which leaves fewer for keys."""
 
 CANDIDATES: dict[str, list[Settings]] = {
     "prefill": [Settings(64, n, 4, stages) for n, stages in ((32, 3), (32, 4), (64, 2), (64, 3), (128, 2), (128, 3))]
@@ -317,13 +322,17 @@ settings_override: Settings | None = None
 """Set by a tuner: the settings of every launch, whatever the mode."""
 
 
-def settings_for(mode: str, arch: str, row_bytes: int, key_bytes: int, block_size: int) -> Settings:
-    """The table's settings, shrunk until the queries and the keys in flight fit the architecture's shared memory.
+def choose_settings(mode: str, arch: str) -> Settings:
+    number = arch_number(arch)
+    return settings_override or SETTINGS["warpgroup" if 90 <= number < 120 else "warp", mode]
+
+
+def fit(settings: Settings, arch: str, row_bytes: int, key_bytes: int, block_size: int) -> Settings:
+    """`settings`, shrunk until the queries and the keys in flight fit the architecture's shared memory.
 
     Args:
         row_bytes, key_bytes: of a query row, and of a key and its value, as they lie in shared memory.
     """
-    settings = settings_override or SETTINGS[mode]
     number = arch_number(arch)
     # 99, 163 or 227 KB, less room for reductions and for weights on their way between warps.
     capacity = (94 if number in (86, 89) or number >= 120 else 155 if number < 90 else 219) << 10
@@ -397,7 +406,7 @@ def sparse_attention_union(call: SparseAttentionCall) -> None:
         block_size=batch.block_size,
         limit=workspace_limit(),
     )
-    plan = plan_unions(settings_override or SETTINGS[mode_of(call.q, call.k)], shape)
+    plan = plan_unions(choose_settings(mode_of(call.q, call.k), current_arch(call.q.device)), shape)
     if plan.rows == 0:
         query_by_query(call)
         return
@@ -429,7 +438,8 @@ def _attend(call: SparseAttentionCall, plan: UnionPlan, k: torch.Tensor, v: torc
     sink_key = None if call.sink_key is None else call.sink_key[heads]
     lse = None if call.lse is None else call.lse[:, heads]
     key_bytes = head_dim * (k.element_size() + v.element_size())
-    settings = settings_for(mode_of(q, k), current_arch(q.device), head_dim * q.element_size(), key_bytes, batch.block_size)
+    arch = current_arch(q.device)
+    settings = fit(choose_settings(mode_of(q, k), arch), arch, head_dim * q.element_size(), key_bytes, batch.block_size)
     sizes: dict[str, Any] = dict(BLOCK_SIZE=batch.block_size, BLOCK_T=plan.tile_tokens, BLOCK_B=block_b(batch))
     assert call.workspace is not None
     for row_begin in range(0, q.shape[0], plan.rows):

@@ -76,7 +76,7 @@ def settings(monkeypatch: pytest.MonkeyPatch):
 def test_unions_are_the_ids_of_their_tokens(group: int) -> None:
     """Ascending, every block once, a bit for each token that selected it, and first those that end before the tile's first position."""
     case = replace(CASE, num_q_heads=2 * group, ids="scattered", topk=pick(3, 16))
-    inputs, plan = attention_inputs(case, DEVICE), union.plan_unions(union.SETTINGS["half"], work_shape(case, 1 << 30))
+    inputs, plan = attention_inputs(case, DEVICE), union.plan_unions(union.choose_settings("half", arch()), work_shape(case, 1 << 30))
     block_t, step = plan.tile_tokens, case.step
     space = torch.full((plan.nbytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
     m3attn.sparse_attention(*inputs.arguments(), workspace=space, impl=KEY)
@@ -164,7 +164,7 @@ def test_copies_go_group_by_group_beside_the_unions(limit) -> None:
 
 def test_a_limit_below_one_tile_a_request_runs_query_by_query(limit) -> None:
     limit(8)
-    assert union.plan_unions(union.SETTINGS["half"], work_shape(CASE, 8)).rows == 0
+    assert union.plan_unions(union.choose_settings("half", arch()), work_shape(CASE, 8)).rows == 0
     check(CASE)
 
 
