@@ -10,7 +10,7 @@ from m3attn.batch import LayerCache
 from m3attn.reference.numerics import indexable
 from m3attn.testing.cases import AttentionCase, IndexCase, MergeCase, QuantizeCase, Step
 from m3attn.testing.inputs import attention_inputs, index_inputs, merge_inputs, quantize_input
-from m3attn.testing.matrix import DEVICE, gpu_only, stage_keys
+from m3attn.testing.matrix import DEVICE, arch, gpu_only, skip_if_declined, stage_keys
 
 pytestmark = [*gpu_only, pytest.mark.usefixtures("large_memory")]
 
@@ -94,12 +94,14 @@ def test_the_indexer_copies_no_pool(stage: str, key: str, step: Step, layout: st
     assert torch.cuda.max_memory_allocated() - before < result.nbytes + scores + (64 << 20)
 
 
+@pytest.mark.parametrize(
+    "step", [Step(name, (most,) * 3, (300, 700, 2_048)) for name, most in (("verify", 4), ("prefill", 40))], ids=lambda s: s.name
+)
 @pytest.mark.parametrize(("stage", "key"), [p for p in ATTENTION if p.values[1].startswith("triton")])
-def test_lengths_compile_nothing_new(stage: str, key: str) -> None:
+def test_lengths_compile_nothing_new(stage: str, key: str, step: Step) -> None:
     """One host bound, every actual length below it: one set of kernels."""
     from triton import knobs
 
-    step = Step("verify", (4, 4, 4), (300, 700, 2_048))
     case = AttentionCase(step, 64, 4, topk=16 if stage == "sparse_attention" else 0)
     skip_if_declined(stage, key, case.problem(arch()))
     inputs = attention_inputs(case, DEVICE)
@@ -117,7 +119,7 @@ def test_lengths_compile_nothing_new(stage: str, key: str) -> None:
     knobs.runtime.jit_post_compile_hook = count
     try:
         for q_len, seq_len in ((1, 1), (2, 129), (3, 2_000), (4, 16), (0, 0)):
-            inputs.batch.cu_seqlens_q.copy_(torch.tensor([0, q_len, q_len + 4, q_len + 8]))
+            inputs.batch.cu_seqlens_q.copy_(torch.tensor([0, q_len, q_len + 4, q_len + step.q_lens[0] + 4]))
             inputs.batch.seq_lens.copy_(torch.tensor([seq_len, 700, 2_048 - seq_len]))
             call()
     finally:
