@@ -238,7 +238,7 @@ def test_the_architecture_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("M3ATTN_ARCH", "sm_100a")
     assert m3attn.info()["arch"] == "sm_100"
     explained = m3attn.explain("sparse_attention")
-    assert (explained.problem.arch, explained.chosen) == ("sm_100", "triton")
+    assert (explained.problem.arch, explained.chosen) == ("sm_100", "triton_union")
     monkeypatch.setenv("M3ATTN_ARCH", "sm_75")
     assert m3attn.explain("sparse_attention").chosen == "reference"
     monkeypatch.setenv("M3ATTN_ARCH", "sm_100")

@@ -108,7 +108,7 @@ def test_a_page_that_only_the_reference_takes_is_kept_with_the_reason() -> None:
 
 def test_a_page_size_that_only_some_named_kernels_take_names_an_alternative() -> None:
     with registered("sparse_attention", "page128", print, capabilities=Capabilities(min_arch=90, page_sizes=(128,))):
-        with pytest.raises(m3attn.UnsupportedProblem, match=r"page size 16: takes 128; triton, reference can run it"):
+        with pytest.raises(m3attn.UnsupportedProblem, match=r"page size 16: takes 128; triton_union, triton, reference can run it"):
             m3attn.resolve_attention_mode(layer("sm_90"), page_size=16, implementation="page128")
         assert m3attn.resolve_attention_mode(layer("sm_90"), implementation="page128").implementations["sparse_attention/decode"] == "page128"
 
