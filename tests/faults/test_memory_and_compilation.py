@@ -15,6 +15,7 @@ from m3attn.testing.matrix import DEVICE, arch, gpu_only, skip_if_declined, stag
 pytestmark = [*gpu_only, pytest.mark.usefixtures("large_memory")]
 
 ATTENTION = stage_keys("sparse_attention", "dense_attention", size="large", kernels_only=True)
+BOUNDED = (Step("verify", (4,) * 3, (300, 700, 2_048)), Step("prefill", (40,) * 3, (300, 700, 2_048)))
 STEPS = (Step("decode", (1,) * 4, (2_000, 1_000, 128, 3_000)), Step("prefill", (200, 100), (2_000, 300)))
 
 
