@@ -83,7 +83,7 @@ def union_blocks_kernel(
         tl.store(unions_ptr + count, block.to(tl.int64) << 32 | bits.to(tl.uint32).to(tl.int64))
         blocks = tl.where(is_taken, INT32_MAX, blocks)
         block = tl.min(blocks)
-    tl.store(unions_ptr, whole.to(tl.int64) << 32 | count.to(tl.int64))
+    tl.store(unions_ptr, tl.cast(whole, tl.int64) << 32 | tl.cast(count, tl.int64))
 
 
 @triton.jit
@@ -313,7 +313,7 @@ SETTINGS: dict[tuple[str, str], Settings] = {
 keys from shared memory, and 64 rows let two programs share a multiprocessor; elsewhere queries stand in registers, which leaves fewer for keys."""
 
 CANDIDATES: dict[str, list[Settings]] = {
-    "prefill": [Settings(64, n, 4, stages) for n, stages in ((32, 3), (32, 4), (64, 2), (64, 3), (128, 2), (128, 3))]
+    "prefill": [Settings(64, n, 4, stages) for n, stages in ((32, 3), (32, 4), (32, 6), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3))]
     + [Settings(128, n, 8, stages) for n, stages in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3))]
 }
 """What a GPU sweep tries, by phase."""
