@@ -24,6 +24,7 @@ from m3attn.stages.qk_norm_rope_insert import HeadCounts, NormWeights, qk_norm_r
 from m3attn.stages.quantize_fp8 import quantize_fp8
 from m3attn.stages.select_blocks import select_blocks
 from m3attn.stages.sparse_attention import sparse_attention
+from m3attn.stages.sparse_mla_prefill import sparse_mla_prefill
 from m3attn.version import __version__
 from m3attn.warmup import warmup
 from m3attn.workspace import set_workspace_limit, workspace_limit
@@ -65,6 +66,7 @@ __all__ = [
     "set_workspace_limit",
     "source",
     "sparse_attention",
+    "sparse_mla_prefill",
     "unregister",
     "unregister_rule",
     "use",

@@ -28,6 +28,7 @@ STAGES = (
     "quantize_fp8",
     "mla_rope_quantize",
     "mla_kv_pack_quantize",
+    "sparse_mla_prefill",
 )
 """Every stage, in the order a layer runs them."""
 

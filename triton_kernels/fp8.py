@@ -47,6 +47,21 @@ def short_dot(a, b):
 
 
 @triton.jit
+def add_short_sums(a, b, accumulator):
+    """accumulator + a [M, S] @ b [S, N] from fp8 operands, S of any length: Hopper adds to the accumulator in fp32 after every 128 products.
+
+    The hardware that has no short sums adds as it goes.
+    """
+    S: tl.constexpr = a.shape[1]
+    LONGEST: tl.constexpr = S if S < SHORT_SUM else SHORT_SUM
+    if INTERPRETED or S < 32:
+        result = dot(a.to(tl.float16), b.to(tl.float16), accumulator)
+    else:
+        result = tl.dot(a, b, accumulator, max_num_imprecise_acc=LONGEST, out_dtype=tl.float32)
+    return result
+
+
+@triton.jit
 def widen_to(x, DTYPE: tl.constexpr):
     """x exactly in the wider type DTYPE; fp8 reaches bf16 through fp16 and fp32, as Hopper's direct conversions run at a quarter of the rate."""
     return x.to(tl.float16).to(tl.float32).to(DTYPE) if x.dtype.is_fp8() and DTYPE.is_bf16() else x.to(DTYPE)

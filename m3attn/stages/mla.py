@@ -8,6 +8,7 @@ from m3attn.checks import check_outputs, check_tensor
 from m3attn.dtypes import E4M3, FLOAT_DTYPES
 
 INT_DTYPES = (torch.int32, torch.int64)
+Inputs = dict[str, torch.Tensor | None]
 
 
 def check_heads(argument: str, x: object, shape: list[int | str], like: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,18 +32,14 @@ def check_rotation(positions: object, cos_sin: object, tokens: int, rope: int, l
     check_tensor("cos_sin", cos_sin, ["max_position", rope], (torch.float32, like.dtype), like.device)
 
 
-def e4m3_buffer(
-    argument: str, out: torch.Tensor | None, shape: list[int], inputs: dict[str, torch.Tensor | None], like: torch.Tensor
-) -> torch.Tensor:
+def e4m3_buffer(argument: str, out: torch.Tensor | None, shape: list[int], inputs: Inputs, like: torch.Tensor) -> torch.Tensor:
     """The caller's contiguous e4m3 buffer, or a fresh one."""
     if out is None:
         return torch.empty(shape, dtype=E4M3, device=like.device)
     return contiguous_buffer(argument, out, shape, E4M3, inputs, like)
 
 
-def contiguous_buffer(
-    argument: str, out: torch.Tensor, shape: list[int], dtype: torch.dtype, inputs: dict[str, torch.Tensor | None], like: torch.Tensor
-) -> torch.Tensor:
+def contiguous_buffer(argument: str, out: torch.Tensor, shape: list[int], dtype: torch.dtype, inputs: Inputs, like: torch.Tensor) -> torch.Tensor:
     """The caller's buffer, of this shape and dtype, contiguous, and no part of an input."""
     check_tensor(argument, out, shape, [dtype], like.device)
     if not out.is_contiguous():

@@ -13,7 +13,7 @@ from m3attn.operators import define, nothing, pack_mutated, pack_scale, scale_sc
 from m3attn.problem import Problem, arch_of
 from m3attn.scales import Scale, ScaleLike
 from m3attn.stages.execute import execute
-from m3attn.stages.mla import check_heads, e4m3_buffer, shared_head
+from m3attn.stages.mla import Inputs, check_heads, e4m3_buffer, shared_head
 
 
 def mla_kv_pack_quantize(
@@ -73,7 +73,7 @@ def _eager(
     tokens, heads, _ = check_heads("k_nope", k_nope, ["T", "H", "nope"]).shape
     k_pe = shared_head("k_pe", k_pe, tokens, k_nope)
     check_heads("v", v, [tokens, heads, "d_v"], k_nope)
-    inputs = {"k_nope": k_nope, "k_pe": k_pe, "v": v}
+    inputs: Inputs = {"k_nope": k_nope, "k_pe": k_pe, "v": v}
     k_out = e4m3_buffer("k_out", k_out, _key_shape(k_nope, k_pe), inputs, k_nope)
     v_out = e4m3_buffer("v_out", v_out, list(v.shape), inputs, k_nope)
     check_outputs({"k_out": k_out, "v_out": v_out}, {})
@@ -95,19 +95,19 @@ def _eager(
 _SCHEMA = f"Tensor k_nope, Tensor k_pe, Tensor v, {scale_schema('k_scale')}, {scale_schema('v_scale')}, str? impl"
 
 
-def _unflatten(flat: tuple[Any, ...]) -> tuple[Any, ...]:
+def _run(flat: tuple[Any, ...], *outputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     k_scale, k_scale_tensor, v_scale, v_scale_tensor, impl = flat[3:]
-    return (*flat[:3], unpack_scale(k_scale, k_scale_tensor), unpack_scale(v_scale, v_scale_tensor), impl)
+    return _eager(*flat[:3], unpack_scale(k_scale, k_scale_tensor), unpack_scale(v_scale, v_scale_tensor), impl, *outputs)
 
 
 def _run_functional(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = _eager(*_unflatten(flat), None, None)
+    k, v = _run(flat, None, None)
     return k.view(torch.uint8), v.view(torch.uint8)
 
 
 def _run_out(*flat: Any) -> None:
     k_out, v_out = (unpack(out, "fp8_e4m3", name) for out, name in zip(flat[-2:], ("k_out", "v_out"), strict=True))
-    _eager(*_unflatten(flat[:-2]), k_out, v_out)
+    _run(flat[:-2], k_out, v_out)
 
 
 def _fake(k_nope: torch.Tensor, k_pe: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:

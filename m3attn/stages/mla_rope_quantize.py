@@ -13,7 +13,7 @@ from m3attn.operators import define, nothing, pack_mutated, pack_scale, scale_sc
 from m3attn.problem import Problem, arch_of
 from m3attn.scales import Scale, ScaleLike
 from m3attn.stages.execute import execute
-from m3attn.stages.mla import check_heads, check_rotation, e4m3_buffer, shared_head
+from m3attn.stages.mla import Inputs, check_heads, check_rotation, e4m3_buffer, shared_head
 
 
 def mla_rope_quantize(
@@ -83,7 +83,7 @@ def _eager(
     if nope + k_pe.shape[1] != dim:
         raise ValueError(f"q: expected {nope + k_pe.shape[1]} dims, as k_nope and k_pe have together, got {dim}")
     check_rotation(positions, cos_sin, tokens, k_pe.shape[1], q)
-    inputs = {"q": q, "k_nope": k_nope, "k_pe": k_pe, "positions": positions, "cos_sin": cos_sin}
+    inputs: Inputs = {"q": q, "k_nope": k_nope, "k_pe": k_pe, "positions": positions, "cos_sin": cos_sin}
     q_out = e4m3_buffer("q_out", q_out, [tokens, heads, dim], inputs, q)
     k_out = e4m3_buffer("k_out", k_out, [tokens, heads, dim], inputs, q)
     check_outputs({"q_out": q_out, "k_out": k_out}, {})
@@ -111,19 +111,19 @@ _SCHEMA = (
 )
 
 
-def _unflatten(flat: tuple[Any, ...]) -> tuple[Any, ...]:
+def _run(flat: tuple[Any, ...], *outputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q_scale, q_scale_tensor, k_scale, k_scale_tensor, impl = flat[6:]
-    return (*flat[:6], unpack_scale(q_scale, q_scale_tensor), unpack_scale(k_scale, k_scale_tensor), impl)
+    return _eager(*flat[:6], unpack_scale(q_scale, q_scale_tensor), unpack_scale(k_scale, k_scale_tensor), impl, *outputs)
 
 
 def _run_functional(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k = _eager(*_unflatten(flat), None, None)
+    q, k = _run(flat, None, None)
     return q.view(torch.uint8), k.view(torch.uint8)
 
 
 def _run_out(*flat: Any) -> None:
     q_out, k_out = (unpack(out, "fp8_e4m3", name) for out, name in zip(flat[-2:], ("q_out", "k_out"), strict=True))
-    _eager(*_unflatten(flat[:-2]), q_out, k_out)
+    _run(flat[:-2], q_out, k_out)
 
 
 def _fake(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,6 +127,13 @@ def _mla_kv_pack_quantize() -> StageCall:
     return StageCall(m3attn.mla_kv_pack_quantize, arguments)
 
 
+def _sparse_mla_prefill() -> StageCall:
+    indices = (torch.arange(TOKENS * 6, dtype=torch.int32) % 9 - 1).view(TOKENS, 1, 6)
+    outputs = {"out": normal(TOKENS, 2, 512), "max_logits": torch.zeros(TOKENS, 2), "lse": torch.zeros(TOKENS, 2)}
+    inputs = {"q": normal(TOKENS, 2, 576), "kv": normal(8, 1, 576), "indices": indices, "attn_sink": torch.zeros(2)}
+    return StageCall(m3attn.sparse_mla_prefill, {"sm_scale": 0.05, **inputs, **outputs})
+
+
 BUILDERS: dict[str, Callable[[], StageCall]] = {
     "qk_norm_rope_insert": _qk_norm_rope_insert,
     "index_score": _index_score,
@@ -138,6 +145,7 @@ BUILDERS: dict[str, Callable[[], StageCall]] = {
     "quantize_fp8": _quantize,
     "mla_rope_quantize": _mla_rope_quantize,
     "mla_kv_pack_quantize": _mla_kv_pack_quantize,
+    "sparse_mla_prefill": _sparse_mla_prefill,
 }
 
 

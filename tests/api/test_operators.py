@@ -145,6 +145,17 @@ MLA_PACK: dict[str, tuple] = {
 }
 
 
+SPARSE_MLA_Q, LATENT_KV = normal(TOKENS, 2, 576), normal(8, 1, 576)
+SPARSE_MLA_INDICES = (torch.arange(TOKENS * 4, dtype=torch.int32) % 9 - 1).view(TOKENS, 1, 4)
+SPARSE_MLA: dict[str, tuple] = {
+    "bf16": (SPARSE_MLA_Q, None, LATENT_KV, None, SPARSE_MLA_INDICES, 0.05, 512, *NO_SCALE, *NO_SCALE, None, None, True, None),
+    "fp8": (
+        *(*pack(fp8(SPARSE_MLA_Q)), *pack(fp8(LATENT_KV)), SPARSE_MLA_INDICES, 0.05, 512, 0.5, None, 1.0, device_scale),
+        *(torch.arange(TOKENS, dtype=torch.int32), torch.zeros(2), True, None),
+    ),
+}
+
+
 def e4m3_bytes(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.uint8)
 
@@ -177,6 +188,11 @@ CHECKS: list[tuple[str, str, tuple]] = [
     *(("quantize_fp8_out", n, (*a, torch.zeros(a[0].shape, dtype=torch.uint8), SCALE_OUT[n])) for n, a in QUANTIZE.items()),
     *(("mla_rope_quantize", n, a) for n, a in MLA_ROPE.items()),
     *(("mla_rope_quantize_out", n, (*a, e4m3_bytes(*a[0].shape), e4m3_bytes(*a[0].shape))) for n, a in MLA_ROPE.items()),
+    *(("sparse_mla_prefill", n, a) for n, a in SPARSE_MLA.items()),
+    *(
+        ("sparse_mla_prefill_out", n, (*a, torch.zeros(TOKENS, 2, 512, dtype=BF16), torch.zeros(TOKENS, 2), torch.zeros(TOKENS, 2)))
+        for n, a in SPARSE_MLA.items()
+    ),
     *(("mla_kv_pack_quantize", n, a) for n, a in MLA_PACK.items()),
     *(("mla_kv_pack_quantize_out", n, (*a, e4m3_bytes(TOKENS, Q_HEADS, 48), e4m3_bytes(*a[2].shape))) for n, a in MLA_PACK.items()),
 ]
