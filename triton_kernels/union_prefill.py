@@ -40,7 +40,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 @triton.jit
 def union_blocks_kernel(
     ids_ptr,  # [Hkv, T, K]
-    unions_ptr,  # [Hkv, tiles, 1 + ENTRIES] int64: how many follow, then block << 32 | one bit a token that selected it, blocks ascending
+    unions_ptr,  # [Hkv, tiles, 1 + ENTRIES] int64: whole << 32 | count, then `count` entries block << 32 | one bit a token, ascending
     seq_lens_ptr,  # [B]
     cu_seqlens_ptr,  # [B + 1]
     ids_strides,
@@ -71,6 +71,7 @@ def union_blocks_kernel(
     blocks = tl.where((blocks >= 0) & (blocks < tl.cdiv(visible, BLOCK_SIZE)[:, None]), blocks, INT32_MAX)
 
     unions_ptr += kv_head.to(tl.int64) * unions_strides[0] + tile.to(tl.int64) * unions_strides[1]
+    # The first `whole` entries are blocks of which every token of the tile sees all keys, if it selected them.
     whole_blocks = tl.maximum(tl.minimum(first_position + 1, seq_len), 0) // BLOCK_SIZE
     count = 0
     whole = 0
@@ -94,6 +95,7 @@ def union_entry(union_ptr, step, end, TILES: tl.constexpr):
 
 @triton.jit
 def first_key(entry, step, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Position of the first key of tile `step`, which lies in the block of `entry`."""
     return (entry >> 32).to(tl.int32) * BLOCK_SIZE + step % (BLOCK_SIZE // BLOCK_N) * BLOCK_N
 
 
