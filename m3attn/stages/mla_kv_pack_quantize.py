@@ -97,7 +97,9 @@ _SCHEMA = f"Tensor k_nope, Tensor k_pe, Tensor v, {scale_schema('k_scale')}, {sc
 
 def _run(flat: tuple[Any, ...], *outputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     k_scale, k_scale_tensor, v_scale, v_scale_tensor, impl = flat[3:]
-    return _eager(*flat[:3], unpack_scale(k_scale, k_scale_tensor), unpack_scale(v_scale, v_scale_tensor), impl, *outputs)
+    scales = (unpack_scale(k_scale, k_scale_tensor), unpack_scale(v_scale, v_scale_tensor))
+    arguments: tuple[Any, ...] = (*flat[:3], *scales, impl, *outputs)
+    return _eager(*arguments)
 
 
 def _run_functional(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:

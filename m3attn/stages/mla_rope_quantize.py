@@ -113,7 +113,9 @@ _SCHEMA = (
 
 def _run(flat: tuple[Any, ...], *outputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q_scale, q_scale_tensor, k_scale, k_scale_tensor, impl = flat[6:]
-    return _eager(*flat[:6], unpack_scale(q_scale, q_scale_tensor), unpack_scale(k_scale, k_scale_tensor), impl, *outputs)
+    scales = (unpack_scale(q_scale, q_scale_tensor), unpack_scale(k_scale, k_scale_tensor))
+    arguments: tuple[Any, ...] = (*flat[:6], *scales, impl, *outputs)
+    return _eager(*arguments)
 
 
 def _run_functional(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
