@@ -8,6 +8,13 @@ from m3attn.triton_kernels.fp8 import finish_values
 from m3attn.triton_kernels.primitives import LOG2E, finish_softmax, load_scale, tile_rows
 
 MMA_ROWS = {"dense_decode_kernel": "BLOCK_M"}
+COMPILE_EXCEPTIONS = {
+    (
+        "dense_decode_kernel",
+        "sm_90",
+        "spills",
+    ): "fp8: 128 keys a step, 12 words spilled, took 51.9 us where 64 took 55.6 (H200, B1xL131072)"
+}
 
 
 @triton.jit

@@ -47,6 +47,7 @@ def merge_splits_kernel(
     tile_mask = in_rows[:, None] & (offs_d < D)[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     partial_rows = splits[:, None].to(tl.int64) * num_rows + rows[None, :]  # [SPLITS, BLOCK_R]
     partial_lse = tl.load(partial_lse_ptr + partial_rows, mask=in_rows[None, :], other=float("-inf"))

@@ -54,8 +54,8 @@ SETTINGS: dict[tuple[str, str], tuple[Tier, ...]] = {
     ("prefill", "fp8"): (Tier(ANY, Settings(32, 1, 3)),),
     ("prefill", "fp32"): (Tier(ANY, Settings(16, 8, 2)),),
     ("decode", "half"): (
-        Tier(32, Settings(128, 4, 2)),
-        Tier(128, Settings(32, 2, 5, 256)),
+        Tier(32, Settings(128, 4, 3)),
+        Tier(128, Settings(64, 2, 3, 256)),
         Tier(256, Settings(64, 4, 3, 256)),
         Tier(ANY, Settings(128, 4, 2, 256)),
     ),
@@ -270,6 +270,7 @@ def _decode(call: SparseAttentionCall) -> None:
         device=call.q.device,
         num_warps=settings.num_warps,
         num_stages=settings.num_stages,
+        pdl=pdl,
         SPLITS=splits,
         FP8_PV=call.fp8_pv,
         PDL=pdl,
