@@ -1,0 +1,123 @@
+"""Keys, values and index keys into the slots of a paged cache, in one launch: what `qk_norm_rope_insert` does with heads that are ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from m3attn.pools.insert import SlotValues
+from m3attn.triton_kernels.launch import cdiv, current_arch, launch
+from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to, widen
+
+MMA_ROWS: dict[str, str | int | None] = {"insert_slots_kernel": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Heads that a program stores, and its warps."""
+
+    block_rows: int
+    num_warps: int
+
+
+SETTINGS: dict[str, Setting] = {"any": Setting(16, 2)}
+"""By architecture; `any` where no measurement says otherwise."""
+CANDIDATES = [Setting(rows, warps) for rows in (4, 8, 16, 32, 64) for warps in (1, 2, 4) if rows >= 4 * warps]
+settings_override: Setting | None = None
+"""Set by a tuner to force one setting."""
+
+
+class Group(NamedTuple):
+    """Heads and the cache they go to; strides (token, head) of the heads, (page, head, slot) of the cache."""
+
+    values: Any  # [T, H, D]; None: no such group in this launch
+    value_strides: Any
+    cache: Any  # [pages, H, page_size, D]
+    cache_strides: Any
+    slots: Any  # [T]
+    slot_stride: Any
+    capacity: Any
+    scale_value: Any  # as `saturate.divisor` gives it
+    scale: Any
+
+
+ABSENT = Group(*[None] * 9)
+
+
+@triton.jit
+def _store_group(tile, num_tokens, group, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The same bytes where dtype and scale allow it, else divided by the scale and rounded once."""
+    row = tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
+    token, head = row // HEADS, row % HEADS
+    offs_d = tl.arange(0, triton.next_power_of_2(DIM))[None, :]  # [1, D]
+    slot = tl.load(group.slots + token * group.slot_stride, mask=token < num_tokens, other=-1).to(tl.int64)
+    mask = (token < num_tokens) & (slot >= 0) & (slot < group.capacity) & (offs_d < DIM)
+    values = tl.load(group.values + token * group.value_strides[0] + head * group.value_strides[1] + offs_d, mask=mask, other=0.0)
+    dtype: tl.constexpr = group.cache.dtype.element_ty
+    if group.scale_value is not None or values.dtype != dtype:
+        values = round_to(divide_by_scale(widen(values), group.scale_value, group.scale), dtype)
+    address = group.cache + slot // PAGE_SIZE * group.cache_strides[0] + head * group.cache_strides[1] + slot % PAGE_SIZE * group.cache_strides[2]
+    tl.store(address + offs_d, values, mask=mask)
+
+
+@triton.jit
+def insert_slots_kernel(
+    k, v, index_k, num_tokens, KV_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, INDEX_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, INDEX_PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Programs in turn: tiles of k, of v, of index_k; a group that is absent has none."""
+    tile = tl.program_id(0)
+    v_begin = tl.cdiv(num_tokens * KV_HEADS, BLOCK_ROWS)
+    index_begin = 2 * v_begin
+    if tile < v_begin:
+        if k.values is not None:
+            _store_group(tile, num_tokens, k, KV_HEADS, K_DIM, PAGE_SIZE, BLOCK_ROWS)
+    elif tile < index_begin:
+        if v.values is not None:
+            _store_group(tile - v_begin, num_tokens, v, KV_HEADS, V_DIM, PAGE_SIZE, BLOCK_ROWS)
+    else:
+        if index_k.values is not None:
+            _store_group(tile - index_begin, num_tokens, index_k, 1, INDEX_DIM, INDEX_PAGE_SIZE, BLOCK_ROWS)
+
+
+def insert_slots(k: SlotValues | None, v: SlotValues | None, index_k: SlotValues | None) -> None:
+    """Write each group's values / scale, rounded once to the cache's dtype, into its slots; a slot outside [0, capacity) writes nothing.
+
+    k and v come together and have the same number of heads; index_k has one. Rows that share a slot: every 16 bytes come from one of them.
+    """
+    groups = [g for g in (k, v, index_k) if g is not None]
+    if not groups or groups[0].values.shape[0] == 0:
+        return
+    num_tokens, device = groups[0].values.shape[0], groups[0].values.device
+    setting = settings_override or SETTINGS.get(current_arch(device)) or SETTINGS["any"]
+    kv_heads = 0 if k is None else k.values.shape[1]
+    tiles = 2 * cdiv(num_tokens * kv_heads, setting.block_rows) + (0 if index_k is None else cdiv(num_tokens, setting.block_rows))
+    launch(
+        insert_slots_kernel,
+        (tiles,),
+        _group(k),
+        _group(v),
+        _group(index_k),
+        num_tokens,
+        device=device,
+        num_warps=setting.num_warps,
+        num_stages=1,
+        KV_HEADS=kv_heads,
+        K_DIM=1 if k is None else k.values.shape[2],
+        V_DIM=1 if v is None else v.values.shape[2],
+        INDEX_DIM=1 if index_k is None else index_k.values.shape[2],
+        PAGE_SIZE=1 if k is None else k.cache.shape[2],
+        INDEX_PAGE_SIZE=1 if index_k is None else index_k.cache.shape[2],
+        BLOCK_ROWS=setting.block_rows,
+    )
+
+
+def _group(group: SlotValues | None) -> Group:
+    if group is None:
+        return ABSENT
+    values, cache, slots, scale = group
+    capacity = cache.shape[0] * cache.shape[2]
+    return Group(values, values.stride()[:2], cache, cache.stride()[:3], slots, slots.stride(0), capacity, *divisor(scale))
