@@ -11,6 +11,9 @@ from m3attn.choice import Explanation, UnsupportedProblem, explain, use
 from m3attn.config import M3Config
 from m3attn.introspect import info, interpret, source, workspace_bytes
 from m3attn.modes import AttentionMode, resolve_attention_mode
+from m3attn.pools.host import HostKVPool, HostPoolGroup, PageTransfer
+from m3attn.pools.paged import PagedKVPool
+from m3attn.pools.pages import OutOfPages, PageAllocator
 from m3attn.problem import Problem
 from m3attn.registry import Capabilities, Implementation, implementations, register, unregister
 from m3attn.rules import register_rule, rules, unregister_rule
@@ -36,11 +39,17 @@ __all__ = [
     "Capabilities",
     "Explanation",
     "HeadCounts",
+    "HostKVPool",
+    "HostPoolGroup",
     "Implementation",
     "LayerCache",
     "M3Config",
     "NormWeights",
+    "OutOfPages",
+    "PageAllocator",
+    "PageTransfer",
     "PagedBatch",
+    "PagedKVPool",
     "Problem",
     "UnsupportedProblem",
     "__version__",
