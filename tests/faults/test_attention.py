@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import m3attn
+from m3attn.batch import LayerCache
 from m3attn.dtypes import E4M3, E5M2
 from m3attn.reference.numerics import indexable
 from m3attn.reference.paging import query_rows
@@ -557,3 +558,27 @@ def test_a_planted_key_is_found_through_its_page(key: str) -> None:
         chosen = torch.tensor([[ids]], dtype=torch.int32, device=DEVICE)
         out, _ = run("sparse_attention", key, AttentionInputs(inputs.q, inputs.cache, inputs.batch, chosen, inputs.options))
         assert bool((out > 70).all()) == found
+
+
+@pytest.mark.parametrize("q_len", [1, 17], ids=["decode", "prefill"])
+@pytest.mark.parametrize("fp8_pv", [False, True], ids=["fp8", "fp8_pv"])
+@pytest.mark.parametrize(("stage", "key"), stage_keys("sparse_attention", "dense_attention"))
+def test_fp8_sums_lose_no_more_with_more_keys(stage: str, key: str, fp8_pv: bool, q_len: int) -> None:
+    """Values of one: the output is one whatever P is, but for sums that drop bits, which would drop more the more keys there are."""
+    block = pick(32, 128)
+    errors = []
+    for num_keys in pick((64, 256), (512, 4_096, 16_384)):
+        topk = num_keys // block if stage == "sparse_attention" else 0
+        step = Step("keys", (q_len,), (num_keys,), page_size=block, block_size=block)
+        case = AttentionCase(step, 16, 1, topk=topk, mode="fp8_pv" if fp8_pv else "fp8")
+        skip_if_declined(stage, key, case.problem(arch()))
+        inputs = attention_inputs(case, DEVICE)
+        k, _ = inputs.cache.key_value()
+        ones = replace(inputs, cache=LayerCache(k=k, v=torch.ones(k.shape, device=DEVICE).to(E4M3)))
+        arguments = list(ones.arguments())
+        if stage == "sparse_attention":
+            arguments[2] = torch.arange(topk, dtype=torch.int32, device=DEVICE).expand(1, q_len, topk)
+        out = getattr(m3attn, stage)(*arguments, **inputs.options, impl=key)
+        errors.append(float((out.float() - 1).abs().max()))
+    allowed = 2.0**-4 if fp8_pv else 2.0**-8
+    assert errors[0] <= allowed and all(later <= max(errors[0], 2.0**-8) for later in errors[1:]), errors
