@@ -10,7 +10,12 @@ from m3attn.builtin import add_builtin_implementations
 from m3attn.choice import Explanation, UnsupportedProblem, explain, use
 from m3attn.config import M3Config
 from m3attn.introspect import info, interpret, source, workspace_bytes
+from m3attn.layers.dense import M3DenseAttention
+from m3attn.layers.shard import Shard
+from m3attn.layers.sparse import M3SparseAttention
 from m3attn.modes import AttentionMode, resolve_attention_mode
+from m3attn.plans.builders import pages_from_block_table, pages_from_csr, pages_from_req_to_token
+from m3attn.plans.plan import PlanCapacity, StepPlan
 from m3attn.pools.host import HostKVPool, HostPoolGroup, PageTransfer
 from m3attn.pools.paged import PagedKVPool
 from m3attn.pools.pages import OutOfPages, PageAllocator
@@ -44,13 +49,18 @@ __all__ = [
     "Implementation",
     "LayerCache",
     "M3Config",
+    "M3DenseAttention",
+    "M3SparseAttention",
     "NormWeights",
     "OutOfPages",
     "PageAllocator",
     "PageTransfer",
     "PagedBatch",
     "PagedKVPool",
+    "PlanCapacity",
     "Problem",
+    "Shard",
+    "StepPlan",
     "UnsupportedProblem",
     "__version__",
     "attend",
@@ -65,6 +75,9 @@ __all__ = [
     "mla_kv_pack_quantize",
     "mla_rope_quantize",
     "paged",
+    "pages_from_block_table",
+    "pages_from_csr",
+    "pages_from_req_to_token",
     "qk_norm_rope_insert",
     "quantize_fp8",
     "register",

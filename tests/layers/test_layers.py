@@ -1,0 +1,321 @@
+"""Layers against the oracle: chunks, mixed steps, formats, ids reuse, rules, tensor parallelism, torch.compile, and Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from oracle import CONFIG, hf_weights, make_cache, oracle
+
+import m3attn
+from m3attn import LayerCache, M3DenseAttention, M3SparseAttention, PlanCapacity, Shard, StepPlan
+from m3attn.layers.rope import rotary_table
+
+SIZE, PAGES = 16, 40
+FP32 = torch.float32
+KINDS = {"sparse": M3SparseAttention, "dense": M3DenseAttention}
+LENGTHS = (101, 70, 38)
+STEPS = (((64, 20, 38), (64, 20, 38)), ((36, 1, 0), (100, 21, 38)), ((1, 49, 0), (101, 70, 0)))
+"""(q_lens, seq_lens) of steps that together bring every token of LENGTHS: prefill, then chunks with decode rows before or after."""
+SPLIT = {"decode": PlanCapacity(3, 4, 2), "prefill": PlanCapacity(3, 128, 64)}
+WHOLE = {"prefill": PlanCapacity(4, 132, 64)}
+
+
+def build(kind: str, config: m3attn.M3Config = CONFIG, *, weights: dict[str, torch.Tensor] | None = None, **options: Any) -> torch.nn.Module:
+    layer = KINDS[kind](config, **{"page_size": SIZE, "dtype": FP32} | options)
+    layer.load_hf(hf_weights(config, sparse=kind == "sparse") if weights is None else weights)
+    return layer
+
+
+def page_table(seed: int = 0) -> torch.Tensor:
+    return torch.randperm(PAGES, generator=torch.Generator().manual_seed(seed))[:24].view(3, 8).int()
+
+
+def hidden(seed: int, rows: int, config: m3attn.M3Config = CONFIG) -> torch.Tensor:
+    return torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def run_steps(layer: torch.nn.Module, plan: StepPlan, cache: LayerCache, requests: list[torch.Tensor], *, pad: bool = True) -> list[torch.Tensor]:
+    """All STEPS through a layer: each request's outputs, [length, hidden]."""
+    outputs: list[list[torch.Tensor]] = [[] for _ in requests]
+    for q_lens, seq_lens in STEPS:
+        plan.update(q_lens, seq_lens, page_table())
+        rows = [x[length - n : length] for x, n, length in zip(requests, q_lens, seq_lens, strict=True)]
+        x = torch.cat([*rows, torch.randn((plan.tokens - sum(q_lens)) * pad, requests[0].shape[1])])
+        out = layer(x.to(layer.qkv_proj.dtype), plan, cache)
+        assert not out[sum(q_lens) :].any()
+        for kept, part in zip(outputs, out[: sum(q_lens)].split(list(q_lens)), strict=True):
+            kept.append(part)
+    return [torch.cat(parts) for parts in outputs]
+
+
+REQUESTS = [hidden(10 + i, n) for i, n in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capacities, pad", [(SPLIT, True), (WHOLE, True), (WHOLE, False)], ids=["split", "whole", "whole_unpadded"])
+def test_chunked_mixed_steps_equal_the_whole_sequence(kind: str, capacities: dict[str, PlanCapacity], pad: bool) -> None:
+    layer = build(kind)
+    cache = make_cache(layer, PAGES)
+    plan = StepPlan.for_layers([layer], [cache], 128, **capacities)
+    for got, x in zip(run_steps(layer, plan, cache, REQUESTS, pad=pad), REQUESTS, strict=True):
+        expected = oracle(x, hf_weights(CONFIG, sparse=kind == "sparse"), CONFIG, sparse=kind == "sparse")
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_selection_matters_in_these_tests() -> None:
+    weights = hf_weights(CONFIG, sparse=True)
+    sparse, dense = (oracle(REQUESTS[0], weights, CONFIG, sparse=s) for s in (True, False))
+    assert (sparse - dense)[64:].abs().max() > 0.05
+
+
+def test_both_spellings_and_a_prefix_load_and_wrong_weights_are_named() -> None:
+    layer = build("sparse")
+    want = {name: t.clone() for name, t in layer.state_dict().items()}
+    prefix = "model.layers.3.self_attn."
+    for indexer in (False, True):
+        other = M3SparseAttention(CONFIG, page_size=SIZE, dtype=FP32)
+        other.load_hf(hf_weights(CONFIG, sparse=True, prefix=prefix, indexer=indexer) | {"model.norm.weight": torch.ones(1)}, prefix)
+        assert set(want) == set(other.state_dict()) and all(torch.equal(t, want[name]) for name, t in other.state_dict().items())
+    good = hf_weights(CONFIG, sparse=True)
+    with pytest.raises(ValueError, match="missing index_q_proj, index_k_proj, index_q_norm, index_k_norm"):
+        layer.load_hf(hf_weights(CONFIG, sparse=False))
+    with pytest.raises(ValueError, match="unknown index_k_norm, index_k_proj, index_q_norm, index_q_proj"):
+        build("dense").load_hf(good)
+    with pytest.raises(ValueError, match=r"k_proj: expected shape \[256, 48\], got \[128, 48\]"):
+        layer.load_hf(good | {"k_proj.weight": torch.zeros(128, 48)})
+
+
+def by_stages(layer: torch.nn.Module, x: torch.Tensor, plan: StepPlan, cache: LayerCache, q_scale: Any, index_q_scale: Any) -> torch.Tensor:
+    """A layer's step written with the stage functions."""
+    row, tokens = x @ layer.qkv_proj.T, x.shape[0]
+    q_out = torch.empty(tokens, layer.heads.q, 128, dtype=layer.q_dtype)
+    index_q_out = torch.empty(tokens, layer.heads.index, 128, dtype=layer.index_q_dtype) if layer.sparse else None
+    norms = [layer.q_norm, layer.k_norm, *([layer.index_q_norm, layer.index_k_norm] if layer.sparse else [])]
+    slots = plan.slots[:tokens]
+    q, index_q = m3attn.qk_norm_rope_insert(
+        row,
+        norms,
+        plan.positions[:tokens],
+        layer.cos_sin,
+        cache,
+        slots,
+        slots if layer.sparse else None,
+        heads=layer.heads,
+        q_out=q_out,
+        index_q_out=index_q_out,
+        q_scale=q_scale,
+        index_q_scale=index_q_scale,
+    )
+    batch = plan.parts[0].batch
+    if layer.sparse:
+        ids = m3attn.index_topk(index_q, cache, batch, topk=CONFIG.topk, index_q_scale=index_q_scale)
+        out = m3attn.sparse_attention(q, cache, ids, batch, q_scale=q_scale)
+    else:
+        out = m3attn.dense_attention(q, cache, batch, q_scale=q_scale)
+    return out.flatten(1).to(x.dtype) @ layer.o_proj.T
+
+
+SCALES = {"k_scale": 0.05, "v_scale": torch.tensor([0.02])}
+INDEX_SCALE = {"index_k_scale": 0.03}
+
+
+@pytest.fixture
+def fp8_on_cpu() -> Iterator[None]:
+    """An implementation that declares fp8 attention for CPU tensors, as none of m3attn's own does."""
+    from m3attn import registry
+
+    for stage in ("sparse_attention", "dense_attention"):
+        m3attn.register(stage, "fp8_here", registry.find(stage, "reference").load(), fp8_archs=("cpu",), auto=True)
+    yield
+    for stage in ("sparse_attention", "dense_attention"):
+        m3attn.unregister(stage, "fp8_here")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kv, index, mode, index_dtype",
+    [("auto", None, "bf16", "bf16"), ("auto", "fp8", "bf16", "fp8_e4m3"), ("fp8", None, "fp8", "fp8_e4m3"), ("fp8_e5m2", None, "widen", "bf16")],
+)
+@pytest.mark.filterwarnings("ignore:kv_cache_dtype fp8_e5m2")
+def test_formats_and_scales_reach_every_stage(kind: str, kv: str, index: str | None, mode: str, index_dtype: str, fp8_on_cpu: None) -> None:
+    scale, index_scale = 0.04, torch.tensor([0.06])
+    options = {"kv_cache_dtype": kv, "index_cache_dtype": index, "q_scale": scale, "index_q_scale": index_scale, "dtype": torch.bfloat16}
+    layer = build(kind, **options)
+    assert layer.mode.mode == mode and layer.mode.index_dtype == index_dtype
+    scales = (SCALES if kv != "auto" else {}) | (INDEX_SCALE if kind == "sparse" and index_dtype != "bf16" else {})
+    mine, twin = (make_cache(layer, PAGES, packed=packed, **scales) for packed in (True, False))
+    plan = StepPlan.for_layers([layer], [mine], 128, prefill=PlanCapacity(3, 130, 64))
+    plan.update(*STEPS[0], page_table())
+    x = torch.cat([x[:n] for x, n in zip(REQUESTS, STEPS[0][0], strict=True)]).bfloat16()
+    got = layer(x, plan, mine)
+    is_fp8_index = kind == "sparse" and index_dtype != "bf16"
+    expected = by_stages(layer, x, plan, twin, scale if mode == "fp8" else None, index_scale if is_fp8_index else None)
+    assert torch.equal(got, expected)
+    for a, b in zip(mine.key_value(), twin.key_value(), strict=True):
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def test_the_switch_gives_the_widen_results_bit_for_bit(fp8_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = {}
+    for name, index in (("switched", None), ("widen", None)):
+        if name == "switched":
+            monkeypatch.setenv("M3ATTN_DISABLE_FP8_ATTN_GEMM", "1")
+        else:
+            monkeypatch.delenv("M3ATTN_DISABLE_FP8_ATTN_GEMM")
+            for stage in ("sparse_attention", "dense_attention"):
+                m3attn.unregister(stage, "fp8_here")
+                m3attn.register(stage, "fp8_here", lambda call: None)
+        layer = build("sparse", kv_cache_dtype="fp8", index_cache_dtype=index, q_scale=0.04, fp8_pv=True, dtype=torch.bfloat16)
+        cache = make_cache(layer, PAGES, **SCALES)
+        assert layer.mode.mode == "widen"
+        outputs[name] = run_steps(layer, StepPlan.for_layers([layer], [cache], 128, **SPLIT), cache, REQUESTS)
+    assert all(torch.equal(a, b) for a, b in zip(outputs["switched"], outputs["widen"], strict=True))
+
+
+def test_ids_are_reused_only_when_asked_and_only_within_a_step() -> None:
+    first, second = build("sparse"), build("sparse", reuse_ids=True)
+    caches = [make_cache(first, PAGES), make_cache(second, PAGES, index=False)]
+    plan = StepPlan.for_layers([first, second], caches, 128, **SPLIT)
+    for q_lens, seq_lens in STEPS:
+        plan.update(q_lens, seq_lens, page_table())
+        rows = [x[length - n : length] for x, n, length in zip(REQUESTS, q_lens, seq_lens, strict=True)]
+        x = torch.cat([*rows, torch.zeros(plan.tokens - sum(q_lens), CONFIG.hidden_size)])
+        with pytest.raises(ValueError, match=r"plan\.ids: expected ids of this step for 2 KV heads and K 3 to reuse, got none"):
+            second(x, plan, caches[1])
+        expected = first(x, plan, caches[0])
+        assert torch.equal(second(x, plan, caches[1]), expected)
+    plan.ids_of = (2, 5)
+    with pytest.raises(ValueError, match="got 2 heads and K 5"):
+        second(x, plan, caches[1])
+
+
+def test_the_ids_buffer_may_hold_anything_between_layers() -> None:
+    layer = build("sparse")
+    cache = make_cache(layer, PAGES)
+    plan = StepPlan.for_layers([layer], [cache], 128, **SPLIT)
+    clean = run_steps(layer, plan, cache, REQUESTS)
+
+    def poison(*_: Any) -> None:
+        plan.ids.fill_(2**31 - 1)
+
+    layer.register_forward_pre_hook(poison)
+    poisoned = run_steps(layer, plan, make_cache(layer, PAGES), REQUESTS)
+    assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
+
+
+def test_each_part_takes_the_implementation_of_its_phase() -> None:
+    from m3attn import registry
+
+    seen: dict[str, list[int]] = {"only_decode": [], "only_prefill": []}
+    reference = registry.find("sparse_attention", "reference").load()
+    try:
+        for key, phases in (("only_decode", ("decode", "verify")), ("only_prefill", ("prefill",))):
+
+            def target(call: Any, key: str = key) -> None:
+                seen[key].append(call.q.shape[0])
+                reference(call)
+
+            limits = m3attn.Capabilities(cpu="yes", phases=phases)
+            m3attn.register("sparse_attention", key, target, capabilities=limits, workspace=lambda shape: 64 * shape.tokens, auto=True)
+        layer = build("sparse")
+        cache = make_cache(layer, PAGES)
+        plan = StepPlan.for_layers([layer], [cache], 128, **SPLIT)
+        assert plan.workspace is not None and plan.workspace.numel() == 64 * 128
+        for got, x in zip(run_steps(layer, plan, cache, REQUESTS), REQUESTS, strict=True):
+            expected = oracle(x, hf_weights(CONFIG, sparse=True), CONFIG, sparse=True)
+            torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+    finally:
+        for key in seen:
+            m3attn.unregister("sparse_attention", key)
+    assert seen == {"only_decode": [4] * 3, "only_prefill": [128] * 3}
+
+
+def sum_of_ranks(config: m3attn.M3Config, size: int, requests: list[torch.Tensor], kind: str, **options: Any) -> list[torch.Tensor]:
+    """Every rank in turn, without a process group; the outputs added."""
+    table = rotary_table(config.max_position, config.rotary_dim, config.rope_theta)
+    total: list[torch.Tensor] = []
+    for rank in range(size):
+        weights = hf_weights(config, sparse=kind == "sparse")
+        layer = build(kind, config, weights=weights, shard=Shard(rank, size), cos_sin=table, **options)
+        cache = make_cache(layer, PAGES)
+        plan = StepPlan.for_layers([layer], [cache], 128, **WHOLE)
+        part = run_steps(layer, plan, cache, requests, pad=False)
+        total = [a + b for a, b in zip(total, part, strict=True)] if total else part
+    return total
+
+
+@pytest.mark.parametrize("rule", ["topk", "shared_heads", "window"])
+@pytest.mark.parametrize("kv_heads, size", [(2, 2), (1, 2), (2, 4)])
+def test_ranks_in_turn_sum_to_one(kv_heads: int, size: int, rule: str) -> None:
+    config = dataclasses.replace(CONFIG, num_kv_heads=kv_heads, num_index_heads=kv_heads)
+    one, many = (sum_of_ranks(config, n, REQUESTS, "sparse", rule=rule) for n in (1, size))
+    for a, b in zip(one, many, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_ranks_of_m3_sum_to_one(kind: str) -> None:
+    config = m3attn.M3Config(hidden_size=32, block_size=16, topk=2, max_position=128, sparse_layers=(True,))
+    requests = [hidden(20 + i, n, config) for i, n in enumerate(LENGTHS)]
+    one, many = (sum_of_ranks(config, size, requests, kind) for size in (1, 8))
+    for a, b in zip(one, many, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_shards_that_do_not_divide_the_heads_are_refused() -> None:
+    config = dataclasses.replace(CONFIG, num_q_heads=12, num_kv_heads=4, num_index_heads=4)
+    for size, message in ((5, "divides the 12 query heads, got 5"), (6, "divides the 4 KV heads or is a multiple of them, got 6")):
+        with pytest.raises(ValueError, match=message):
+            M3SparseAttention(config, page_size=SIZE, shard=Shard(0, size))
+    with pytest.raises(ValueError, match="shard: expected a rank from 0 to size - 1, got rank 2 of 2"):
+        Shard(2, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capacities", [SPLIT, WHOLE], ids=["split", "whole"])
+def test_a_layer_compiles_whole_and_recompiles_at_most_once(kind: str, capacities: dict[str, PlanCapacity]) -> None:
+    torch._dynamo.reset()
+    layer = build(kind)
+    mine, twin = make_cache(layer, PAGES), make_cache(layer, PAGES)
+    plan = StepPlan.for_layers([layer], [mine], 128, **capacities)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    pad = capacities is SPLIT
+    expected = run_steps(layer, plan, twin, REQUESTS, pad=pad)
+
+    class Compiled:
+        qkv_proj = layer.qkv_proj
+
+        def __call__(self, *arguments: Any) -> torch.Tensor:
+            return compiled(*arguments)
+
+    got = run_steps(Compiled(), plan, mine, REQUESTS, pad=pad)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert torch.equal(mine.kv.view(torch.uint8), twin.kv.view(torch.uint8))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.skipif(not m3attn.registry.interpreter_enabled() and not torch.cuda.is_available(), reason="needs a GPU or Triton's interpreter")
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_runs_a_mixed_step(kind: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = dataclasses.replace(CONFIG, topk=2)
+    layer = build(kind, config, implementation="triton", device=device)
+    assert set(layer.mode.implementations.values()) == {"triton"}
+    cache = make_cache(layer, 6)
+    cache = LayerCache(**{n: t.to(device) for n, t in vars(cache).items() if isinstance(t, torch.Tensor)})
+    plan = StepPlan.for_layers([layer], [cache], 48, decode=PlanCapacity(1, 1, 1), prefill=PlanCapacity(1, 34, 34))
+    xs = [hidden(30, 20, config), hidden(31, 34, config)]
+    table = [[4, 1], [0, 5, 3]]
+    whole = StepPlan.for_layers([layer], [cache], 48, prefill=PlanCapacity(1, 19, 19))
+    whole.update([19], [19], table[:1])
+    layer(xs[0][:19].to(device), whole, cache)
+    plan.update([34, 1], [34, 20], table[::-1])
+    got = layer(torch.cat([xs[1], xs[0][19:]]).to(device), plan, cache).cpu().double()
+    expected = [oracle(x, hf_weights(config, sparse=kind == "sparse"), config, sparse=kind == "sparse") for x in xs]
+    torch.testing.assert_close(got, torch.cat([expected[1], expected[0][19:]]), rtol=1e-3, atol=1e-3)
