@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -108,7 +109,7 @@ def resolve_attention_mode(
     chosen: dict[str, str] = {}
     for stage in ("sparse_attention", "dense_attention", *(INDEX_STAGES if problem.num_index_heads else ())):
         for phase in PHASES:
-            key, notes = _choose(stage, replace(resolved, phase=phase), _named(implementation, stage))
+            key, notes = _choose(stage, replace(resolved, phase=phase, **_unused_by(stage)), _named(implementation, stage))
             chosen[f"{stage}/{phase}"] = key
             reasons += notes
     return AttentionMode(mode, q, kv, index, index, pages, chosen, tuple(dict.fromkeys(reasons)))
@@ -119,6 +120,13 @@ def _named(implementation: str | None, stage: str) -> str | None:
     if implementation is not None and registry.find(stage, implementation) is not None:
         return implementation
     return named_in_force(stage, os.environ.get("M3ATTN_IMPL"))[0]
+
+
+def _unused_by(stage: str) -> dict[str, Any]:
+    """The fields of a layer's problem that a stage has no use for, so that it is not judged by them."""
+    if stage in INDEX_STAGES:
+        return {"q_dtype": "none", "kv_dtype": "none", "sink": False, "lse": False}
+    return {"index_q_dtype": "none", "index_dtype": "none"}
 
 
 def _fp8_attention(problem: Problem, kv: str, named: str | None) -> tuple[bool, str]:

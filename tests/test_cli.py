@@ -240,6 +240,18 @@ def test_implementations_as_a_table(capsys):
     assert "stage: expected one of" in capsys.readouterr().err
 
 
+def test_explain_mode(capsys, monkeypatch):
+    assert main(["explain", "mode", "--kv-cache-dtype", "fp8", "--arch", "sm_90a", "sm_80"]) == 0
+    hopper, ampere = capsys.readouterr().out.split("\nsm_80: ")
+    assert "mode fp8" in hopper and "run fp8 attention on sm_90" in hopper and "index cache fp8_e4m3: follows mode fp8" in hopper
+    monkeypatch.setenv("M3ATTN_DISABLE_FP8_ATTN_GEMM", "1")
+    assert main(["explain", "mode", "--kv-cache-dtype", "fp8", "--arch", "sm_90a"]) == 0
+    assert "mode widen: M3ATTN_DISABLE_FP8_ATTN_GEMM=1" in capsys.readouterr().out
+    assert "no implementation declares fp8 attention for sm_80" in ampere
+    assert main(["explain", "mode", "--kv-cache-dtype", "fp7"]) == 2
+    assert "kv_cache_dtype: expected one of" in capsys.readouterr().err
+
+
 def test_explain(capsys):
     assert main(["explain", "sparse_attention", "--arch", "sm_90a", "sm_75", "--kv-dtype", "fp8", "--phase", "decode"]) == 0
     out = capsys.readouterr().out

@@ -223,3 +223,10 @@ def test_a_choice_in_force_that_lacks_fp8_attention_widens(monkeypatch: pytest.M
     monkeypatch.setenv("M3ATTN_IMPL", "triton")
     with pytest.raises(m3attn.UnsupportedProblem, match=r"'triton' cannot run this: architecture sm_75: needs sm_80 or newer"):
         m3attn.resolve_attention_mode(layer("sm_75"))
+
+
+def test_an_fp8_cache_says_nothing_about_the_indexer() -> None:
+    """On SM80 an e4m3 cache takes the reference, and a 16-bit indexer its kernels all the same."""
+    mode = m3attn.resolve_attention_mode(m3attn.Problem("sm_80", 64, 4, 4, q_dtype="bf16"), kv_cache_dtype="fp8_e4m3")
+    assert mode.implementations["sparse_attention/prefill"] == "reference"
+    assert mode.implementations["index_topk/prefill"] == mode.implementations["select_blocks/decode"] == "triton"

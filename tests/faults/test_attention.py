@@ -582,3 +582,25 @@ def test_fp8_sums_lose_no_more_with_more_keys(stage: str, key: str, fp8_pv: bool
         errors.append(float((out.float() - 1).abs().max()))
     allowed = 2.0**-4 if fp8_pv else 2.0**-8
     assert errors[0] <= allowed and all(later <= max(errors[0], 2.0**-8) for later in errors[1:]), errors
+
+
+@pytest.mark.parametrize("q_len", [1, 17], ids=["decode", "prefill"])
+@pytest.mark.parametrize(("stage", "key"), stage_keys("sparse_attention", "dense_attention"))
+def test_the_sink_never_takes_k_scale(stage: str, key: str, q_len: int) -> None:
+    """Keys of zero: every logit but the sink's is zero whatever k_scale is, so k_scale may change nothing; q_scale does."""
+    block = pick(32, 128)
+    step = Step("keys", (q_len,), (3 * block,), page_size=block, block_size=block)
+    case = AttentionCase(step, 16, 1, topk=3 if stage == "sparse_attention" else 0, mode="fp8", sink=torch.float32)
+    skip_if_declined(stage, key, case.problem(arch()))
+    inputs = attention_inputs(case, DEVICE)
+    k, v = (torch.zeros_like(t, dtype=torch.float32).to(E4M3) for t in inputs.cache.key_value())
+    v = (v.float() + 1).to(E4M3)
+
+    def run(k_scale: float | None, q_scale: float | None = None) -> torch.Tensor:
+        scaled = replace(inputs, cache=LayerCache(k=k, v=v, k_scale=k_scale))
+        return getattr(m3attn, stage)(*scaled.arguments(), **{**inputs.options, "q_scale": q_scale}, impl=key)
+
+    plain = run(None)
+    assert torch.equal(run(2.0), plain) and torch.equal(run(0.037), plain)
+    assert not torch.equal(run(None, 2.0), plain), "the sink takes q_scale"
+    assert bool((plain < 1).any()), "the sink takes a share"

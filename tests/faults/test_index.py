@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import m3attn
-from m3attn.batch import LayerCache
-from m3attn.dtypes import E4M3, E5M2
+from m3attn.batch import LayerCache, PagedBatch
+from m3attn.dtypes import E4M3, E5M2, dtype_name
 from m3attn.reference.index import select_blocks
 from m3attn.testing.bounds import assert_within, product_error, score_bound
 from m3attn.testing.cases import INDEX_LAYOUTS, SCALES, IndexCase, Step
@@ -345,3 +345,28 @@ def test_score_rows_that_nobody_owns_are_minus_infinity() -> None:
     cache = LayerCache(index_k=normal((1, 128, 128), generator(1), DEVICE))
     scores = m3attn.index_score(index_q, cache, batch, impl="reference")
     assert scores.shape == (4, 2, 3) and bool((scores == float("-inf")).all())
+
+
+@pytest.mark.parametrize("key", keys("index_topk"))
+def test_fp8_and_bf16_select_the_same_blocks_of_exact_scores(key: str) -> None:
+    """Every number here is exact in e4m3, and so is their order: the two formats select the same blocks."""
+    block = pick(16, 128)
+    constants = torch.cat([torch.arange(1, 17), torch.arange(18, 33, 2), torch.arange(36, 65, 4), torch.arange(72, 129, 8)]).float()  # 40, ascending
+    order = torch.randperm(len(constants), generator=torch.Generator().manual_seed(0))
+    index_k = constants[order][:, None, None].expand(-1, block, 64).contiguous()
+    tokens = pick(3, 40)
+    batch = PagedBatch.from_lengths(
+        [tokens], [len(constants) * block], torch.arange(len(constants), dtype=torch.int32, device=DEVICE)[None], page_size=block, block_size=block
+    )
+    ids = []
+    for dtype in (torch.bfloat16, E4M3):
+        skip_if_declined(
+            "index_topk",
+            key,
+            m3attn.Problem(arch(), num_index_heads=2, index_dim=64, page_size=block, block_size=block, topk=8, index_q_dtype=dtype_name(dtype)),
+        )
+        index_q = torch.ones(tokens, 2, 64, device=DEVICE).to(dtype)
+        cache = LayerCache(index_k=index_k.to(DEVICE).to(dtype))
+        ids.append(m3attn.index_topk(index_q, cache, batch, topk=8, local_blocks=0, impl=key))
+    expected = order.argsort()[-8:].sort().values.int().to(DEVICE)
+    assert torch.equal(ids[0], ids[1]) and bool((ids[0] == expected).all())
