@@ -27,6 +27,7 @@ from m3attn.stages.index_score import index_score
 from m3attn.stages.index_topk import index_topk
 from m3attn.stages.merge_attention_states import merge_attention_states
 from m3attn.stages.mla_kv_pack_quantize import mla_kv_pack_quantize
+from m3attn.stages.mla_prefill import mla_prefill
 from m3attn.stages.mla_rope_quantize import mla_rope_quantize
 from m3attn.stages.qk_norm_rope_insert import HeadCounts, NormWeights, qk_norm_rope_insert
 from m3attn.stages.quantize_fp8 import quantize_fp8
@@ -73,6 +74,7 @@ __all__ = [
     "interpret",
     "merge_attention_states",
     "mla_kv_pack_quantize",
+    "mla_prefill",
     "mla_rope_quantize",
     "paged",
     "pages_from_block_table",

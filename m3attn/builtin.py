@@ -38,6 +38,7 @@ PRIORITIES: dict[str, tuple[Rank, ...]] = {
     "quantize_fp8": (Rank("triton"), Rank("reference")),
     "mla_rope_quantize": (Rank("triton"), Rank("reference")),
     "mla_kv_pack_quantize": (Rank("triton"), Rank("reference")),
+    "mla_prefill": (Rank("triton"), Rank("reference")),
     "sparse_mla_prefill": (Rank("triton"), Rank("reference")),
 }
 """Fastest first, per stage, from the measurements in results/. CPU tensors take `reference` whatever stands here."""
@@ -100,6 +101,7 @@ def add_builtin_implementations() -> None:
         _reference("quantize_fp8", "quantize"),
         _reference("mla_rope_quantize", "mla_quantize"),
         _reference("mla_kv_pack_quantize", "mla_quantize"),
+        _reference("mla_prefill", "mla_prefill"),
         _reference("sparse_mla_prefill", "mla_sparse"),
         _triton("qk_norm_rope_insert", "qk_norm_rope_insert", "saturate", q_dtypes=("bf16", "fp16", "fp32"), kv_dtypes=ALL_FLOATS),
         _triton("index_score", "index_score", "primitives", **_INDEX),
@@ -155,6 +157,18 @@ def add_builtin_implementations() -> None:
         _triton("quantize_fp8", "quantize", "saturate", q_dtypes=("bf16", "fp16", "fp32")),
         _triton("mla_rope_quantize", "mla_quantize", "saturate", equal_head_dims=False, q_dtypes=("bf16", "fp16", "fp32")),
         _triton("mla_kv_pack_quantize", "mla_quantize", "saturate", equal_head_dims=False, q_dtypes=("bf16", "fp16", "fp32")),
+        _triton(
+            "mla_prefill",
+            "mla_prefill",
+            "dense_tiles",
+            "fp8",
+            "primitives",
+            fp8_archs=FP8_GEMM_ARCHS,
+            modes=ATTENTION_MODES,
+            equal_head_dims=False,
+            head_dims=(64, 96, 128, 192, 256),
+            v_head_dims=(64, 96, 128, 192, 256),
+        ),
         _triton(
             "sparse_mla_prefill",
             "sparse_mla_prefill",

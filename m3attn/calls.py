@@ -180,8 +180,6 @@ class MlaPrefillCall:
     v: torch.Tensor  # [Tk, H, d_v]
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
     causal: bool  # the last query of a request sees its last key
     sm_scale: float
     q_scale: Scale

@@ -249,6 +249,8 @@ def m3_problem(stage: str, **fields: object) -> Problem:
         base |= {"q_dtype": "bf16"}
     if stage in ("mla_rope_quantize", "mla_kv_pack_quantize"):
         base |= {"num_q_heads": 128, "num_kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "q_dtype": "bf16", "kv_dtype": "fp8_e4m3"}
+    if stage == "mla_prefill":
+        base |= {"num_q_heads": 128, "num_kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "q_dtype": "bf16", "kv_dtype": "bf16"}
     if stage == "sparse_mla_prefill":
         base |= {"num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "topk": 2048, "q_dtype": "bf16", "kv_dtype": "bf16"}
     if "arch" in fields:

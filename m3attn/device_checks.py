@@ -58,3 +58,12 @@ def check_ids(ids: torch.Tensor, num_blocks: int) -> None:
     again = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
     repeated = torch.zeros_like(ids, dtype=torch.bool).scatter_(-1, places, torch.nn.functional.pad(again, (1, 0)))
     _refuse_first("ids", ids, repeated, "each block once in a list")
+
+
+def check_offsets(argument: str, offsets: torch.Tensor, total: int) -> None:
+    """Offsets ascend from 0 and stay within the `total` rows."""
+    if not enabled():
+        return
+    _refuse_first(argument, offsets[:1], offsets[:1] != 0, "offsets that start at 0")
+    _refuse_first(f"{argument} (differences)", offsets.diff(), offsets.diff() < 0, "ascending offsets")
+    _refuse_first(argument, offsets, offsets > total, f"offsets of at most {total} rows")

@@ -28,6 +28,7 @@ STAGES = (
     "quantize_fp8",
     "mla_rope_quantize",
     "mla_kv_pack_quantize",
+    "mla_prefill",
     "sparse_mla_prefill",
 )
 """Every stage, in the order a layer runs them."""
@@ -58,6 +59,7 @@ class Capabilities:
     e4m3_min_arch: int = 0
     head_dims: tuple[int, ...] | None = None
     equal_head_dims: bool = True
+    v_head_dims: tuple[int, ...] | None = None
     index_dims: tuple[int, ...] | None = None
     group_sizes: tuple[int, int] | None = None
     index_heads: tuple[int, int] | None = None
@@ -89,6 +91,7 @@ class Capabilities:
             found.append(f"head dims {problem.head_dim} and {problem.v_head_dim} differ: takes equal ones")
         for what, accepted_ints, got_int in (
             ("head dim", self.head_dims, problem.head_dim),
+            ("value head dim", self.v_head_dims, problem.head_dim if problem.v_head_dim is None else problem.v_head_dim),
             ("index dim", self.index_dims, problem.index_dim),
             ("page size", self.page_sizes, problem.page_size),
             ("block size", self.block_sizes, problem.block_size),

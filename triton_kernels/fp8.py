@@ -90,6 +90,18 @@ def weighted_values(p, v, accumulator, FP8_PV: tl.constexpr):
 
 
 @triton.jit
+def add_query_key(q, k, logits):
+    """logits [M, N] + q [M, S] @ k [N, S]^T: in e4m3 if q is, else with k widened to q's type."""
+    return add_short_sums(q, tl.trans(k), logits) if q.dtype.is_fp8() else dot(q, tl.trans(widen_to(k, q.dtype)), logits)
+
+
+@triton.jit
+def add_weighted_values(p, v, accumulator, FP8_PV: tl.constexpr):
+    """`weighted_values`, whose e4m3 products are added to the accumulator in place."""
+    return add_short_sums(round_to(p * WEIGHT_SCALE, v.dtype), v, accumulator) if FP8_PV else weighted_values(p, v, accumulator, FP8_PV)
+
+
+@triton.jit
 def split_pairs(words, DTYPE: tl.constexpr):
     """(even columns, odd columns), [N, D / 2] fp16 each, of fp8 values of type DTYPE that were read two at a time, as uint16 words [N, D / 2].
 

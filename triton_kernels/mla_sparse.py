@@ -7,9 +7,8 @@ has is the launcher's choice: one wide output tile suits tensor memory, four nar
 import triton
 import triton.language as tl
 
-from m3attn.triton_kernels.fp8 import WEIGHT_SCALE, add_short_sums, finish_values, weighted_values, widen_to
-from m3attn.triton_kernels.primitives import LN2, LOG2E, dot, finish_softmax, load_scale, online_softmax
-from m3attn.triton_kernels.saturate import round_to
+from m3attn.triton_kernels.fp8 import add_query_key, add_weighted_values, finish_values
+from m3attn.triton_kernels.primitives import LN2, LOG2E, finish_softmax, load_scale, online_softmax
 
 MMA_ROWS: dict[str, str | int | None] = {"sparse_mla_kernel": "BLOCK_M", "merge_sparse_mla_kernel": None}
 COMPILE_EXCEPTIONS = {
@@ -45,19 +44,11 @@ def zero_chunks(M: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def add_products(q, k, logits):
-    """logits [M, N] + q [M, S] @ k [N, S]^T: in e4m3 if q is, else with k widened to q's type."""
-    return add_short_sums(q, tl.trans(k), logits) if q.dtype.is_fp8() else dot(q, tl.trans(widen_to(k, q.dtype)), logits)
-
-
-@triton.jit
 def add_values(p, v, outputs, rescale, CHUNK: tl.constexpr, FP8_PV: tl.constexpr):
-    """Each outputs[i] [M, CHUNK] * rescale [M] + p [M, N] @ v[i] [N, CHUNK]; with FP8_PV everything is 2^8 times as large."""
+    """Each outputs[i] [M, CHUNK] * rescale [M] + p [M, N] @ v[i] [N, CHUNK]."""
     sums = ()
     for i in tl.static_range(LATENT // CHUNK):
-        output = outputs[i] * rescale[:, None]
-        output = add_short_sums(round_to(p * WEIGHT_SCALE, v[i].dtype), v[i], output) if FP8_PV else weighted_values(p, v[i], output, FP8_PV)
-        sums = append(sums, output)
+        sums = append(sums, add_weighted_values(p, v[i], outputs[i] * rescale[:, None], FP8_PV))
     return sums
 
 
@@ -113,7 +104,7 @@ def sparse_mla_kernel(
         offs_r = tl.arange(0, ROPE)[None, :]
         q_pe = tl.load(q_rows[:, None] + LATENT + offs_r, mask=is_head[:, None], other=0.0)  # [BLOCK_M, ROPE]
     value_scale = load_scale(kv_scale, kv_scale_ptr)
-    scale = sm_scale * load_scale(q_scale, q_scale_ptr) * value_scale * LOG2E
+    scale = tl.cast(sm_scale, tl.float32) * load_scale(q_scale, q_scale_ptr) * value_scale * LOG2E
     length = TOPK
     if topk_length_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(topk_length_ptr + row), 0), TOPK)
@@ -133,9 +124,9 @@ def sparse_mla_kernel(
         logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if ROPE > 0:
             k_pe = tl.load(kv_rows[:, None] + LATENT + offs_r, mask=is_token[:, None], other=0.0)  # [BLOCK_N, ROPE]
-            logits = add_products(q_pe, k_pe, logits)
+            logits = add_query_key(q_pe, k_pe, logits)
         for i in tl.static_range(LATENT // CHUNK):
-            logits = add_products(q[i], kv[i], logits)
+            logits = add_query_key(q[i], kv[i], logits)
         logits = tl.where(is_token[None, :], logits * scale, float("-inf"))
         p, rescale, running_max, running_sum = online_softmax(logits, running_max, running_sum)
         outputs = add_values(p, kv, outputs, rescale, CHUNK, FP8_PV)

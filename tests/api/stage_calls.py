@@ -134,6 +134,13 @@ def _sparse_mla_prefill() -> StageCall:
     return StageCall(m3attn.sparse_mla_prefill, {"sm_scale": 0.05, **inputs, **outputs})
 
 
+def _mla_prefill() -> StageCall:
+    offsets = torch.tensor([0, 3, TOKENS], dtype=torch.int32)
+    inputs = {name: normal(TOKENS, Q_HEADS, HEAD_DIM, seed=seed) for seed, name in enumerate(("q", "k", "v"))}
+    outputs = {"out": normal(TOKENS, Q_HEADS, HEAD_DIM, seed=9), "lse_out": torch.full((TOKENS, Q_HEADS), 7.0)}
+    return StageCall(m3attn.mla_prefill, {**inputs, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, **outputs})
+
+
 BUILDERS: dict[str, Callable[[], StageCall]] = {
     "qk_norm_rope_insert": _qk_norm_rope_insert,
     "index_score": _index_score,
@@ -145,6 +152,7 @@ BUILDERS: dict[str, Callable[[], StageCall]] = {
     "quantize_fp8": _quantize,
     "mla_rope_quantize": _mla_rope_quantize,
     "mla_kv_pack_quantize": _mla_kv_pack_quantize,
+    "mla_prefill": _mla_prefill,
     "sparse_mla_prefill": _sparse_mla_prefill,
 }
 

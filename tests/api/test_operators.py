@@ -156,6 +156,13 @@ SPARSE_MLA: dict[str, tuple] = {
 }
 
 
+MLA_OFFSETS = torch.tensor([0, 3, TOKENS], dtype=torch.int32)
+MLA_PREFILL: dict[str, tuple] = {
+    "bf16": (Q, Q + 1, Q + 2, None, MLA_OFFSETS, MLA_OFFSETS, True, None, *NO_SCALE * 3, False, None),
+    "fp8": (*(pack(fp8(Q))[0],) * 3, "fp8_e4m3", MLA_OFFSETS, MLA_OFFSETS, False, 0.1, 0.5, None, 1.0, device_scale, *NO_SCALE, True, None),
+}
+
+
 def e4m3_bytes(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.uint8)
 
@@ -188,6 +195,8 @@ CHECKS: list[tuple[str, str, tuple]] = [
     *(("quantize_fp8_out", n, (*a, torch.zeros(a[0].shape, dtype=torch.uint8), SCALE_OUT[n])) for n, a in QUANTIZE.items()),
     *(("mla_rope_quantize", n, a) for n, a in MLA_ROPE.items()),
     *(("mla_rope_quantize_out", n, (*a, e4m3_bytes(*a[0].shape), e4m3_bytes(*a[0].shape))) for n, a in MLA_ROPE.items()),
+    *(("mla_prefill", n, (*a, lse)) for n, a in MLA_PREFILL.items() for lse in (True, False)),
+    *(("mla_prefill_out", n, (*a, *attention_outputs(n))) for n, a in MLA_PREFILL.items()),
     *(("sparse_mla_prefill", n, a) for n, a in SPARSE_MLA.items()),
     *(
         ("sparse_mla_prefill_out", n, (*a, torch.zeros(TOKENS, 2, 512, dtype=BF16), torch.zeros(TOKENS, 2), torch.zeros(TOKENS, 2)))

@@ -246,6 +246,27 @@ def mla_quantize_cases(stage: str) -> Iterator[Case]:
                 yield Case(f"{stage}-{dtype}-{heads}-{nope}+{rope}-{scale}", dtype, run, dtype == BF16)
 
 
+def mla_prefill_cases() -> Iterator[Case]:
+    """DeepSeek-V3's dims in every mode, causal and not; other dims in the modes that tile them differently."""
+    dims = {(192, 128): ATTENTION_MODES, (96, 96): ("bf16", "fp8"), (128, 128): ("bf16", "fp8_pv"), (256, 256): ("bf16", "fp32", "fp8", "fp8_pv")}
+    for (key_dim, value_dim), modes in dims.items():
+        for mode in modes:
+            q_dtype, kv_dtype, fp8_pv = ATTENTION_MODES[mode]
+            if kv_dtype != q_dtype:
+                continue
+            for causal in (True, False):
+
+                def run(key_dim=key_dim, value_dim=value_dim, dtype=q_dtype, fp8_pv=fp8_pv, causal=causal) -> None:
+                    q, v = torch.empty(512, 16, key_dim, dtype=dtype), torch.empty(512, 16, value_dim, dtype=dtype)
+                    offsets = torch.tensor([0, 512], dtype=torch.int32)
+                    scale = 0.5 if causal else torch.ones(1)
+                    options = dict(q_scale=scale, k_scale=scale, v_scale=scale, fp8_pv=fp8_pv, return_lse=causal, impl="triton")
+                    m3attn.mla_prefill(q, torch.empty_like(q), v, offsets, offsets, causal=causal, **options)
+
+                name = f"mla_prefill-{mode}-d{key_dim}/{value_dim}-{'causal' if causal else 'full'}"
+                yield Case(name, q_dtype, run, key_dim == 192 and mode in ("bf16", "fp8_pv"))
+
+
 def sparse_mla_cases() -> Iterator[Case]:
     """Both latent widths and every tile of heads per mode, one query (split) and many, with and without lengths and sinks."""
     for mode, (q_dtype, kv_dtype, fp8_pv) in ATTENTION_MODES.items():
@@ -264,6 +285,36 @@ def sparse_mla_cases() -> Iterator[Case]:
             yield Case(f"sparse_mla_prefill-{mode}-s{queries}-h{heads}-d{dim}", q_dtype, run, mode in ("bf16", "fp8_pv") and dim == 576)
 
 
+def pool_cases() -> Iterator[Case]:
+    """Inserts of ready heads in every pair of dtypes, one head and several, with and without scales; copies of pages in both host layouts."""
+    config = dict(sparse_layers=(True,))
+    slots = torch.zeros(8, dtype=torch.int32)
+    for row in (BF16, FP16, FP32):
+        for kv, index in (("auto", "auto"), ("fp8_e4m3", "auto"), ("fp8_e5m2", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3")):
+            for heads in (4, 1):
+
+                def run(row=row, kv=kv, index=index, heads=heads) -> None:
+                    geometry = m3attn.M3Config(**config)
+                    options = dict(num_kv_heads=heads, dtype=row, kv_cache_dtype=kv, index_cache_dtype=index, device="cpu", backend="triton")
+                    pool = m3attn.PagedKVPool(geometry, num_pages=2, **options)
+                    k, index_k = torch.empty(8, heads, 128, dtype=row), torch.empty(8, 128, dtype=row)
+                    pool.set(0, slots, k, k.clone(), index_k)
+                    pool.set_scales(0, k_scale=0.5, v_scale=torch.ones(1), index_k_scale=torch.ones(1))
+                    pool.set_kv(0, slots, k, k.clone())
+                    pool.set_index_k(0, slots, index_k)
+
+                yield Case(f"pool_set-{row}-{kv}-{index}-h{heads}", row, run, row == BF16 and heads == 1)
+    for layout in ("layer_first", "page_first"):
+
+        def run(layout=layout) -> None:
+            pool = m3attn.PagedKVPool(m3attn.M3Config(**config), num_pages=2, device="cpu", backend="triton")
+            host = m3attn.HostKVPool(pool, num_pages=2, layout=layout, backend="triton")
+            host.backup([0, 1], torch.tensor([1, 0], dtype=torch.int32))
+            pool.copy_pages([0], [1])
+
+        yield Case(f"pool_copy-{layout}", BF16, run, True)
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "qk_norm_rope_insert": norm_rope_cases,
     "index_score": lambda: index_cases("index_score"),
@@ -275,6 +326,8 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "quantize_fp8": quantize_cases,
     "mla_rope_quantize": lambda: mla_quantize_cases("mla_rope_quantize"),
     "mla_kv_pack_quantize": lambda: mla_quantize_cases("mla_kv_pack_quantize"),
+    "mla_prefill": mla_prefill_cases,
     "sparse_mla_prefill": sparse_mla_cases,
+    "pools": pool_cases,
 }
 """Per stage. A stage with a Triton implementation and no entry here fails the check."""
