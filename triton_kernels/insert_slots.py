@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from m3attn.pools.insert import SlotValues
-from m3attn.triton_kernels.launch import cdiv, current_arch, launch
+from m3attn.triton_kernels.launch import cdiv, current_arch, launch, next_power_of_2
 from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to, widen
 
 MMA_ROWS: dict[str, str | int | None] = {"insert_slots_kernel": None}
@@ -23,7 +23,7 @@ class Setting:
     num_warps: int
 
 
-SETTINGS: dict[str, Setting] = {"any": Setting(16, 2)}
+SETTINGS: dict[str, Setting] = {"any": Setting(16, 4)}
 """By architecture; `any` where no measurement says otherwise."""
 CANDIDATES = [Setting(rows, warps) for rows in (4, 8, 16, 32, 64) for warps in (1, 2, 4) if rows >= 4 * warps]
 settings_override: Setting | None = None
@@ -33,8 +33,8 @@ settings_override: Setting | None = None
 class Group(NamedTuple):
     """Heads and the cache they go to; strides (token, head) of the heads, (page, head, slot) of the cache."""
 
-    values: Any  # [T, H, D]; None: no such group in this launch
-    value_strides: Any
+    rows: Any  # [T, H, D]; None: no such group in this launch
+    row_strides: Any
     cache: Any  # [pages, H, page_size, D]
     cache_strides: Any
     slots: Any  # [T]
@@ -48,14 +48,16 @@ ABSENT = Group(*[None] * 9)
 
 
 @triton.jit
-def _store_group(tile, num_tokens, group, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+def _store_group(
+    tile, num_tokens, group, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
     """The same bytes where dtype and scale allow it, else divided by the scale and rounded once."""
     row = tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
     token, head = row // HEADS, row % HEADS
-    offs_d = tl.arange(0, triton.next_power_of_2(DIM))[None, :]  # [1, D]
+    offs_d = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
     slot = tl.load(group.slots + token * group.slot_stride, mask=token < num_tokens, other=-1).to(tl.int64)
     mask = (token < num_tokens) & (slot >= 0) & (slot < group.capacity) & (offs_d < DIM)
-    values = tl.load(group.values + token * group.value_strides[0] + head * group.value_strides[1] + offs_d, mask=mask, other=0.0)
+    values = tl.load(group.rows + token * group.row_strides[0] + head * group.row_strides[1] + offs_d, mask=mask, other=0.0)
     dtype: tl.constexpr = group.cache.dtype.element_ty
     if group.scale_value is not None or values.dtype != dtype:
         values = round_to(divide_by_scale(widen(values), group.scale_value, group.scale), dtype)
@@ -65,35 +67,36 @@ def _store_group(tile, num_tokens, group, HEADS: tl.constexpr, DIM: tl.constexpr
 
 @triton.jit
 def insert_slots_kernel(
-    k, v, index_k, num_tokens, KV_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, INDEX_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, INDEX_PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    k, v, index_k, num_tokens, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    INDEX_DIM: tl.constexpr, INDEX_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, INDEX_PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Programs in turn: tiles of k, of v, of index_k; a group that is absent has none."""
     tile = tl.program_id(0)
     v_begin = tl.cdiv(num_tokens * KV_HEADS, BLOCK_ROWS)
     index_begin = 2 * v_begin
     if tile < v_begin:
-        if k.values is not None:
-            _store_group(tile, num_tokens, k, KV_HEADS, K_DIM, PAGE_SIZE, BLOCK_ROWS)
+        if k.rows is not None:
+            _store_group(tile, num_tokens, k, KV_HEADS, HEAD_DIM, HEAD_BLOCK, PAGE_SIZE, BLOCK_ROWS)
     elif tile < index_begin:
-        if v.values is not None:
-            _store_group(tile - v_begin, num_tokens, v, KV_HEADS, V_DIM, PAGE_SIZE, BLOCK_ROWS)
+        if v.rows is not None:
+            _store_group(tile - v_begin, num_tokens, v, KV_HEADS, HEAD_DIM, HEAD_BLOCK, PAGE_SIZE, BLOCK_ROWS)
     else:
-        if index_k.values is not None:
-            _store_group(tile - index_begin, num_tokens, index_k, 1, INDEX_DIM, INDEX_PAGE_SIZE, BLOCK_ROWS)
+        if index_k.rows is not None:
+            _store_group(tile - index_begin, num_tokens, index_k, 1, INDEX_DIM, INDEX_BLOCK, INDEX_PAGE_SIZE, BLOCK_ROWS)
 
 
 def insert_slots(k: SlotValues | None, v: SlotValues | None, index_k: SlotValues | None) -> None:
     """Write each group's values / scale, rounded once to the cache's dtype, into its slots; a slot outside [0, capacity) writes nothing.
 
-    k and v come together and have the same number of heads; index_k has one. Rows that share a slot: every 16 bytes come from one of them.
+    k and v come together, with the same number of heads and dim; index_k has one head. Rows that share a slot: every 16 bytes come from one of them.
     """
     groups = [g for g in (k, v, index_k) if g is not None]
     if not groups or groups[0].values.shape[0] == 0:
         return
     num_tokens, device = groups[0].values.shape[0], groups[0].values.device
     setting = settings_override or SETTINGS.get(current_arch(device)) or SETTINGS["any"]
-    kv_heads = 0 if k is None else k.values.shape[1]
+    kv_heads, head_dim = (0, 1) if k is None else k.values.shape[1:]
+    index_dim = 1 if index_k is None else index_k.values.shape[2]
     tiles = 2 * cdiv(num_tokens * kv_heads, setting.block_rows) + (0 if index_k is None else cdiv(num_tokens, setting.block_rows))
     launch(
         insert_slots_kernel,
@@ -106,9 +109,10 @@ def insert_slots(k: SlotValues | None, v: SlotValues | None, index_k: SlotValues
         num_warps=setting.num_warps,
         num_stages=1,
         KV_HEADS=kv_heads,
-        K_DIM=1 if k is None else k.values.shape[2],
-        V_DIM=1 if v is None else v.values.shape[2],
-        INDEX_DIM=1 if index_k is None else index_k.values.shape[2],
+        HEAD_DIM=head_dim,
+        HEAD_BLOCK=next_power_of_2(head_dim),
+        INDEX_DIM=index_dim,
+        INDEX_BLOCK=next_power_of_2(index_dim),
         PAGE_SIZE=1 if k is None else k.cache.shape[2],
         INDEX_PAGE_SIZE=1 if index_k is None else index_k.cache.shape[2],
         BLOCK_ROWS=setting.block_rows,

@@ -12,12 +12,14 @@ import torch
 from m3attn import device_checks
 from m3attn.batch import LayerCache
 from m3attn.checks import check_int, check_outputs, check_tensor
+from m3attn.choice import UnsupportedProblem
 from m3attn.config import M3Config
-from m3attn.dtypes import FLOAT_DTYPES, dtype_name, is_fp8, torch_dtype
+from m3attn.dtypes import E4M3, FLOAT_DTYPES, dtype_name, is_fp8, torch_dtype
 from m3attn.pools.insert import SlotValues, insert_plain
 from m3attn.pools.pages import PageAllocator
 from m3attn.pools.parts import PoolPart, SubPool
 from m3attn.pools.transfer import PageIds, as_tensor, check_page_ids, check_page_pairs, copy_plain, host_list, resolve_backend
+from m3attn.problem import arch_number, arch_of
 from m3attn.scales import UNIT, Scale, ScaleLike
 
 KV_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
@@ -50,6 +52,7 @@ class PagedKVPool:
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name.
+        UnsupportedProblem: an e4m3 cache on a GPU before SM89.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class PagedKVPool:
         self.packed, self.layout = packed, layout
         self.device = _full_device(device)
         self.backend = resolve_backend(backend, self.device)
+        if E4M3 in (self.kv_dtype, self.index_dtype if self.sparse_layers else None) and 0 < arch_number(arch_of(self.device)) < 89:
+            raise UnsupportedProblem(f"kv_cache_dtype, index_cache_dtype: fp8_e4m3 needs SM89 or later, got {arch_of(self.device)}")
         self.zero_on_alloc, self.quant_method = zero_on_alloc, quant_method
 
         self.num_pages = self._pages(num_pages, num_tokens, num_bytes)

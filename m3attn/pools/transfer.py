@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from m3attn.checks import check_int
+from m3attn.problem import arch_of
 from m3attn.registry import interpreter_enabled
 
 PageIds = Sequence[int] | torch.Tensor
@@ -24,7 +25,7 @@ def resolve_backend(backend: str, device: torch.device) -> str:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
         return "triton" if device.type == "cuda" else "plain"
-    if backend == "triton" and device.type == "cpu" and not interpreter_enabled():
+    if backend == "triton" and arch_of(device) == "cpu" and not interpreter_enabled():
         raise RuntimeError("backend: triton on CPU tensors needs the interpreter: set TRITON_INTERPRET=1, or call m3attn.interpret() first")
     return backend
 
