@@ -9,6 +9,7 @@ import torch
 from m3attn.batch import LayerCache
 from m3attn.config import M3Config
 from m3attn.layers.dense import M3Attention
+from m3attn.modes import INDEX_STAGES
 from m3attn.plans.plan import PlanPart, StepPlan
 from m3attn.rules import find_rule
 from m3attn.stages.index_score import index_score
@@ -33,6 +34,7 @@ class M3SparseAttention(M3Attention):
     """
 
     sparse = True
+    stages = ("sparse_attention", *INDEX_STAGES)
 
     def __init__(self, config: M3Config, *, rule: str = "topk", reuse_ids: bool = False, **options: Any) -> None:
         super().__init__(config, all_index_heads=rule != "topk", **options)

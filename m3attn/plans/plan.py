@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from m3attn import registry
 from m3attn.batch import DECODE_MAX_SEQLEN_Q, LayerCache, PagedBatch
 from m3attn.checks import check_batch, check_index_key, check_int, check_key_value
 from m3attn.dtypes import dtype_name, is_fp8
+from m3attn.introspect import workspace_bytes
 from m3attn.modes import AttentionMode
-from m3attn.stages.qk_norm_rope_insert import HeadCounts
-from m3attn.workspace import WorkShape, workspace_limit
+from m3attn.stages.qk_norm_rope_insert import HEAD_DIM, HeadCounts
 
 PageTable = torch.Tensor | Sequence[Sequence[int]]
 
@@ -54,9 +53,10 @@ class PlanPart:
 class StepPlan:
     """What the layers of a step share. Shapes and bounds are fixed when it is built; `update` only writes contents, in place.
 
-    With both capacities the rows of a step are split: requests of at most `decode.max_seqlen_q` queries go to the decode part and the others
-    to the prefill part, wherever they stand, and each part runs with the implementation of its phase. Token rows are then gathered into part
-    order and back through index tensors of fixed shape (two passes over q and one over the output); a plan with one capacity gathers nothing.
+    With both capacities the rows of a step are split: requests of at most `decode.max_seqlen_q` queries go to the decode part while it has
+    room and the others to the prefill part, wherever they stand, and each part runs with the implementation of its phase. Token rows are then
+    gathered into part order and back through index tensors of fixed shape: one pass over q and index q, one over the output. A plan with one
+    capacity gathers nothing.
 
     One plan serves one stream or graph at a time. A graph that was captured with a plan replays on what `update` wrote last.
 
@@ -139,7 +139,7 @@ class StepPlan:
         layers, caches = list(layers), list(caches)
         if not layers or len(layers) != len(caches):
             raise ValueError(f"caches: expected one cache for each of at least one layer, got {len(layers)} layers and {len(caches)} caches")
-        first = next((layer for layer in layers if layer.heads.index), layers[0])
+        first = max(layers, key=lambda layer: layer.heads.index)
         config, pages = first.config, min(cache.key_value()[0].shape[0] for cache in caches)
         options = {"device": first.device, "num_pages": pages} | options
         plan = cls(first.heads, first.mode, max_seqlen_k, topk=config.topk, block_size=config.block_size, **options)
@@ -170,29 +170,15 @@ class StepPlan:
             start += capacity.tokens
 
     def _workspace_bytes(self, part: PlanPart) -> int:
-        most = 0
-        for where, key in self.mode.implementations.items():
-            stage, _, phase = where.partition("/")
-            implementation = registry.find(stage, key)
-            if phase != part.batch.phase or implementation is None or stage in ("index_score", "select_blocks"):
-                continue
-            index = stage == "index_topk"
-            shape = WorkShape(
-                tokens=part.rows,
-                num_requests=part.batch.num_requests,
-                num_q_heads=0 if index else self.heads.q,
-                num_kv_heads=0 if index else self.heads.kv,
-                num_index_heads=self.heads.index if index else 0,
-                head_dim=128,
-                topk=self.topk,
-                max_seqlen_q=part.batch.max_seqlen_q,
-                max_seqlen_k=self.max_seqlen_k,
-                block_size=self.block_size,
-                limit=workspace_limit(),
-                kv_dtype=self.mode.kv_dtype,
-            )
-            most = max(most, implementation.workspace_bytes(shape))
-        return most
+        shape = {"tokens": part.rows, "num_requests": part.batch.num_requests, "max_seqlen_q": part.batch.max_seqlen_q}
+        shape |= {"max_seqlen_k": self.max_seqlen_k, "block_size": self.block_size}
+        main = {"num_q_heads": self.heads.q, "num_kv_heads": self.heads.kv, "head_dim": HEAD_DIM}
+        uses: dict[str, dict[str, int]] = {"dense_attention": main}
+        if self.heads.index:
+            uses["sparse_attention"] = main | {"topk": self.topk}
+            uses["index_topk"] = {"num_index_heads": self.heads.index, "head_dim": HEAD_DIM, "topk": self.topk}
+        keys = {stage: self.mode.implementations[f"{stage}/{part.batch.phase}"] for stage in uses}
+        return max(workspace_bytes(stage, **shape, **own, kv_dtype=self.mode.kv_dtype, impl=keys[stage]) for stage, own in uses.items())
 
     def check_cache(self, cache: LayerCache, *, sparse: bool) -> None:
         """That a cache has this plan's page size, heads, formats and device, so that no launch will refuse it.
@@ -204,15 +190,15 @@ class StepPlan:
         cache.scales(self.device)
         if key.shape[1] != self.heads.kv:
             raise ValueError(f"cache.k: expected the plan's {self.heads.kv} KV heads, got {key.shape[1]}")
-        if key.shape[3] != 128 or value.shape[3] != 128:
-            raise ValueError(f"cache: expected head dim 128, got {key.shape[3]} (K) and {value.shape[3]} (V)")
+        if key.shape[3] != HEAD_DIM or value.shape[3] != HEAD_DIM:
+            raise ValueError(f"cache: expected head dim {HEAD_DIM}, got {key.shape[3]} (K) and {value.shape[3]} (V)")
         if self.num_pages is not None and key.shape[0] < self.num_pages:
             raise ValueError(f"cache: expected at least the plan's {self.num_pages} pages, got {key.shape[0]}")
         formats = [("cache.k", key, self.mode.kv_dtype)]
         if sparse:
             index = check_index_key(cache, self.parts[0].batch, self.device)
-            if index.shape[2] != 128:
-                raise ValueError(f"cache.index_k: expected index dim 128, got {index.shape[2]}")
+            if index.shape[2] != HEAD_DIM:
+                raise ValueError(f"cache.index_k: expected index dim {HEAD_DIM}, got {index.shape[2]}")
             if index.shape[0] < key.shape[0]:
                 raise ValueError(f"cache.index_k: expected the {key.shape[0]} pages of cache.k, got {index.shape[0]}")
             formats.append(("cache.index_k", index, self.mode.index_dtype))
@@ -271,11 +257,17 @@ class StepPlan:
         return page_table
 
     def _assign(self, q_lens: list[int]) -> list[list[int]]:
-        """The requests of each part, in the caller's order, within its capacity."""
-        members = [list(range(len(q_lens)))]
-        if len(self.parts) == 2:
-            short = self.parts[0].batch.max_seqlen_q
-            members = [[b for b, n in enumerate(q_lens) if 0 < n <= short], [b for b, n in enumerate(q_lens) if n > short]]
+        """The requests of each part, in the caller's order, within its capacity; what the decode part has no room for is prefill."""
+        if len(self.parts) == 1:
+            members = [list(range(len(q_lens)))]
+        else:
+            (decode, _), members = self.parts, [[], []]
+            room = decode.rows
+            for b, n in enumerate(q_lens):
+                fits = n <= min(room, decode.batch.max_seqlen_q) and len(members[0]) < decode.batch.num_requests
+                if n:
+                    members[0 if fits else 1].append(b)
+                    room -= n * fits
         for part, numbers in zip(self.parts, members, strict=True):
             longest, total = max((q_lens[b] for b in numbers), default=0), sum(q_lens[b] for b in numbers)
             if len(numbers) > part.batch.num_requests:
@@ -298,16 +290,14 @@ class StepPlan:
 
     def _write_order(self, q_lens: list[int], members: list[list[int]]) -> None:
         first = [0, *accumulate(q_lens)]
-        part_rows, token_rows = [0] * self.tokens, [self.tokens] * self.tokens
+        part_rows, token_rows = torch.zeros(self.tokens, dtype=torch.int64), torch.full((self.tokens,), self.tokens)
         for part, numbers in zip(self.parts, members, strict=True):
-            row = part.start
-            for b in numbers:
-                for token in range(first[b], first[b + 1]):
-                    part_rows[row], token_rows[token] = token, row
-                    row += 1
+            tokens = torch.cat([torch.arange(0), *(torch.arange(first[b], first[b + 1]) for b in numbers)])
+            rows = torch.arange(part.start, part.start + tokens.numel())
+            part_rows[rows], token_rows[tokens] = tokens, rows
         assert self.part_rows is not None and self.token_rows is not None
-        self.part_rows.copy_(torch.tensor(part_rows))
-        self.token_rows.copy_(torch.tensor(token_rows))
+        self.part_rows.copy_(part_rows)
+        self.token_rows.copy_(token_rows)
 
     def refresh(self) -> None:
         """Recompute positions, slots and the token-to-request map from the parts' batches: on the device alone, so a graph may hold it.

@@ -45,7 +45,7 @@ def run_steps(layer: torch.nn.Module, plan: StepPlan, cache: LayerCache, request
     for q_lens, seq_lens in STEPS:
         plan.update(q_lens, seq_lens, page_table())
         rows = [x[length - n : length] for x, n, length in zip(requests, q_lens, seq_lens, strict=True)]
-        x = torch.cat([*rows, torch.randn((plan.tokens - sum(q_lens)) * pad, requests[0].shape[1])])
+        x = torch.cat([*rows, torch.full(((plan.tokens - sum(q_lens)) * pad, requests[0].shape[1]), float("nan"))])
         out = layer(x.to(layer.qkv_proj.dtype), plan, cache)
         assert not out[sum(q_lens) :].any()
         for kept, part in zip(outputs, out[: sum(q_lens)].split(list(q_lens)), strict=True):

@@ -68,14 +68,20 @@ def test_a_split_plan_sends_rows_to_their_part_and_back() -> None:
     assert torch.equal(same.float(), arranged.to(torch.float8_e4m3fn).float())
 
 
+def test_what_the_decode_part_has_no_room_for_is_prefill() -> None:
+    plan = make_plan(**SPLIT)
+    for q_lens, decode, prefill in (((1, 2, 3, 1, 1), [0, 1, 3], [2, 4]), ((2, 2, 2, 1), [0, 1, 3], [2, -1]), ((0, 1), [1, -1, -1], [-1, -1])):
+        plan.update(q_lens, (9,) * len(q_lens), TABLE[[0] * len(q_lens)])
+        assert [part.requests.tolist() for part in plan.parts] == [decode, prefill]
+
+
 @pytest.mark.parametrize(
     "q_lens, seq_lens, table, message",
     [
         ((1, 1), (3,), TABLE[:2], "q_lens and seq_lens: expected equal"),
         ((1,), (129,), TABLE[:1], "seq_lens: expected at most the plan's max_seqlen_k 128, got 129"),
         ((-1,), (3,), TABLE[:1], "q_lens: expected lengths >= 0, got -1 at index 0"),
-        ((1,) * 4, (3,) * 4, TABLE, "q_lens: expected at most 3 requests in the decode part, got 4"),
-        ((2, 2, 2), (3,) * 3, TABLE[:3], "q_lens: expected at most 5 tokens in the decode part, got 6"),
+        ((1,) * 6, (3,) * 6, TABLE.repeat(2, 1)[:6], "q_lens: expected at most 2 requests in the prefill part, got 3"),
         ((11,), (30,), TABLE[:1], "q_lens: expected at most max_seqlen_q 10 in the prefill part, got 11"),
         ((10, 3), (30, 30), TABLE[:2], "q_lens: expected at most 12 tokens in the prefill part, got 13"),
         ((1,), (40,), TABLE[:1, :2], "page_table: expected at least 3 columns for 40 tokens, got 2"),
