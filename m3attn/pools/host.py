@@ -77,7 +77,8 @@ class HostKVPool:
         source: the pool on the device: a `PagedKVPool`, its `main` or `index`, or any other `PageSource`.
         num_pages, num_bytes: the size, by one of them: pages, or bytes of host memory, rounded down to whole pages.
         layout: `layer_first`, a layer's pages side by side, or `page_first`, a page's layers side by side (one run of bytes a page and part).
-        backend: auto (Triton for a pool on a GPU), triton (a kernel reads and writes host memory), or plain (copies of torch).
+        backend: auto (Triton for a pool on a GPU), triton (a kernel reads and writes host memory), or plain (copies of torch; reads
+            page ids back to the host).
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name.

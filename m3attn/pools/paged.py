@@ -161,6 +161,7 @@ class PagedKVPool:
 
         Raises:
             TypeError, ValueError: an argument that does not fit, by name.
+            NotImplementedError: k or v requires grad while gradients are enabled.
         """
         self._insert(self._kv_values(layer, slots, k, v), None)
 
@@ -322,6 +323,9 @@ class PagedKVPool:
         present = {name: group for name, group in (("k", k), ("v", v), ("index_k", index)) if group is not None}
         caches: dict[str, torch.Tensor | None] = {f"cache.{name}": group.cache for name, group in present.items()}
         inputs: dict[str, torch.Tensor | None] = {name: group.values for name, group in present.items()}
+        for name, group in present.items():
+            if torch.is_grad_enabled() and group.values.requires_grad:
+                raise NotImplementedError(f"{name}: expected no gradients, which a cache does not pass on: call under torch.no_grad()")
         check_outputs(caches, inputs | {f"slots of {name}": group.slots for name, group in present.items()})
         if self.backend == "plain":
             for group in present.values():
