@@ -226,6 +226,13 @@ def test_each_part_takes_the_implementation_of_its_phase() -> None:
         cache = make_cache(layer, PAGES)
         plan = StepPlan.for_layers([layer], [cache], 128, **SPLIT)
         assert plan.workspace is not None and plan.workspace.numel() == 64 * 128
+        torch._dynamo.reset()
+        plan.update([1, 3], [1, 3], page_table()[:2])
+        x = hidden(3, plan.tokens)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x, plan, make_cache(layer, PAGES)), layer(x, plan, make_cache(layer, PAGES)))
+        for rows in seen.values():
+            rows.clear()
         for got, x in zip(run_steps(layer, plan, cache, REQUESTS), REQUESTS, strict=True):
             expected = oracle(x, hf_weights(CONFIG, sparse=True), CONFIG, sparse=True)
             torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
@@ -278,9 +285,13 @@ def test_shards_that_do_not_divide_the_heads_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacities", [SPLIT, WHOLE], ids=["split", "whole"])
-def test_a_layer_compiles_whole_and_recompiles_at_most_once(kind: str, capacities: dict[str, PlanCapacity]) -> None:
+@pytest.mark.parametrize("formats", [{}, {"kv_cache_dtype": "fp8", "index_q_scale": 0.1}], ids=["fp32", "fp8"])
+def test_a_layer_compiles_whole_and_recompiles_at_most_once(
+    kind: str, capacities: dict[str, PlanCapacity], formats: dict[str, Any], fp8_on_cpu: None
+) -> None:
     torch._dynamo.reset()
-    layer = build(kind)
+    layer = build(kind, **formats)
+    assert layer.mode.mode == ("fp8" if formats else "fp32")
     mine, twin = make_cache(layer, PAGES), make_cache(layer, PAGES)
     plan = StepPlan.for_layers([layer], [mine], 128, **capacities)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -309,13 +320,15 @@ def test_triton_runs_a_mixed_step(kind: str) -> None:
     assert set(layer.mode.implementations.values()) == {"triton"}
     cache = make_cache(layer, 6)
     cache = LayerCache(**{n: t.to(device) for n, t in vars(cache).items() if isinstance(t, torch.Tensor)})
-    plan = StepPlan.for_layers([layer], [cache], 48, decode=PlanCapacity(1, 1, 1), prefill=PlanCapacity(1, 34, 34))
+    plan = StepPlan.for_layers([layer], [cache], 48, decode=PlanCapacity(1, 1, 1), prefill=PlanCapacity(1, 36, 34))
     xs = [hidden(30, 20, config), hidden(31, 34, config)]
     table = [[4, 1], [0, 5, 3]]
     whole = StepPlan.for_layers([layer], [cache], 48, prefill=PlanCapacity(1, 19, 19))
     whole.update([19], [19], table[:1])
     layer(xs[0][:19].to(device), whole, cache)
     plan.update([34, 1], [34, 20], table[::-1])
-    got = layer(torch.cat([xs[1], xs[0][19:]]).to(device), plan, cache).cpu().double()
+    padding = torch.full((2, config.hidden_size), float("nan"))
+    got = layer(torch.cat([xs[1], xs[0][19:], padding]).to(device), plan, cache).cpu().double()
+    assert not got[35:].any()
     expected = [oracle(x, hf_weights(config, sparse=kind == "sparse"), config, sparse=kind == "sparse") for x in xs]
-    torch.testing.assert_close(got, torch.cat([expected[1], expected[0][19:]]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(got[:35], torch.cat([expected[1], expected[0][19:]]), rtol=1e-3, atol=1e-3)
