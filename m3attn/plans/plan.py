@@ -172,13 +172,13 @@ class StepPlan:
     def _workspace_bytes(self, part: PlanPart) -> int:
         shape = {"tokens": part.rows, "num_requests": part.batch.num_requests, "max_seqlen_q": part.batch.max_seqlen_q}
         shape |= {"max_seqlen_k": self.max_seqlen_k, "block_size": self.block_size}
-        main = {"num_q_heads": self.heads.q, "num_kv_heads": self.heads.kv, "head_dim": HEAD_DIM}
-        uses: dict[str, dict[str, int]] = {"dense_attention": main}
+        main = {"num_q_heads": self.heads.q, "num_kv_heads": self.heads.kv, "head_dim": HEAD_DIM, "kv_dtype": self.mode.kv_dtype}
+        uses: dict[str, dict[str, Any]] = {"dense_attention": main}
         if self.heads.index:
             uses["sparse_attention"] = main | {"topk": self.topk}
             uses["index_topk"] = {"num_index_heads": self.heads.index, "head_dim": HEAD_DIM, "topk": self.topk}
         keys = {stage: self.mode.implementations[f"{stage}/{part.batch.phase}"] for stage in uses}
-        return max(workspace_bytes(stage, **shape, **own, kv_dtype=self.mode.kv_dtype, impl=keys[stage]) for stage, own in uses.items())
+        return max(workspace_bytes(stage, **shape, **own, impl=keys[stage]) for stage, own in uses.items())
 
     def check_cache(self, cache: LayerCache, *, sparse: bool) -> None:
         """That a cache has this plan's page size, heads, formats and device, so that no launch will refuse it.

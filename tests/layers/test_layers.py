@@ -242,6 +242,34 @@ def test_each_part_takes_the_implementation_of_its_phase() -> None:
     assert seen == {"only_decode": [4] * 3, "only_prefill": [128] * 3}
 
 
+@pytest.mark.parametrize("formats", [{}, {"kv_cache_dtype": "fp8"}], ids=["fp32", "fp8"])
+def test_the_plan_asks_for_scratch_with_the_shapes_that_calls_have(formats: dict[str, Any], fp8_on_cpu: None) -> None:
+    from m3attn import registry
+
+    stages, shapes = ("index_topk", "sparse_attention", "dense_attention"), []
+    try:
+        for stage in stages:
+
+            def scratch(shape: Any, stage: str = stage) -> int:
+                shapes.append((stage, shape))
+                return 256
+
+            m3attn.register(stage, "asks", registry.find(stage, "reference").load(), workspace=scratch, fp8_archs=("cpu",), auto=True)
+        layers = [build(kind, **formats) for kind in KINDS]
+        caches = [make_cache(layer, PAGES) for layer in layers]
+        plan = StepPlan.for_layers(layers, caches, 128, **SPLIT)
+        asked = list(shapes)
+        assert len(asked) == 6 and plan.workspace is not None
+        shapes.clear()
+        plan.update(*STEPS[0], page_table())
+        for layer, cache in zip(layers, caches, strict=True):
+            layer(hidden(1, plan.tokens), plan, cache)
+        assert sorted(map(str, shapes)) == sorted(map(str, asked))
+    finally:
+        for stage in stages:
+            m3attn.unregister(stage, "asks")
+
+
 def sum_of_ranks(config: m3attn.M3Config, size: int, requests: list[torch.Tensor], kind: str, **options: Any) -> list[torch.Tensor]:
     """Every rank in turn, without a process group; the outputs added."""
     table = rotary_table(config.max_position, config.rotary_dim, config.rope_theta)
