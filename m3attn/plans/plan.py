@@ -170,7 +170,7 @@ class StepPlan:
             start += capacity.tokens
 
     def _workspace_bytes(self, part: PlanPart) -> int:
-        shape = {"tokens": part.rows, "num_requests": part.batch.num_requests, "max_seqlen_q": part.batch.max_seqlen_q}
+        shape: dict[str, Any] = {"tokens": part.rows, "num_requests": part.batch.num_requests, "max_seqlen_q": part.batch.max_seqlen_q}
         shape |= {"max_seqlen_k": self.max_seqlen_k, "block_size": self.block_size}
         main = {"num_q_heads": self.heads.q, "num_kv_heads": self.heads.kv, "head_dim": HEAD_DIM, "kv_dtype": self.mode.kv_dtype}
         uses: dict[str, dict[str, Any]] = {"dense_attention": main}
