@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 
-from m3attn import device_checks
 from m3attn.batch import LayerCache
-from m3attn.checks import check_int, check_outputs, check_tensor
+from m3attn.checks import check_int
 from m3attn.choice import UnsupportedProblem
 from m3attn.config import M3Config
-from m3attn.dtypes import E4M3, FLOAT_DTYPES, dtype_name, is_fp8, torch_dtype
-from m3attn.pools.insert import SlotValues, insert_plain
+from m3attn.dtypes import E4M3, dtype_name, torch_dtype
 from m3attn.pools.pages import PageAllocator
 from m3attn.pools.parts import PoolPart, SubPool
 from m3attn.pools.transfer import PageIds, as_tensor, check_page_ids, check_page_pairs, copy_plain, host_list, resolve_backend
+from m3attn.pools.write import write_slots
 from m3attn.problem import arch_number, arch_of
-from m3attn.scales import UNIT, Scale, ScaleLike
+from m3attn.scales import ScaleLike
 
 KV_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 INDEX_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8_e4m3")
@@ -163,21 +162,17 @@ class PagedKVPool:
             TypeError, ValueError: an argument that does not fit, by name.
             NotImplementedError: k or v requires grad while gradients are enabled.
         """
-        self._insert(self._kv_values(layer, slots, k, v), None)
+        write_slots(self.layer(layer), self.backend, slots, k, v)
 
     def set_index_k(self, layer: int, slots: torch.Tensor, index_k: torch.Tensor) -> None:
         """Write index keys [T, Di] (or [T, 1, Di]) of a sparse layer into token slots; otherwise as `set_kv`."""
-        self._insert(None, self._index_values(layer, slots, index_k))
+        write_slots(self._sparse_layer(layer), self.backend, index_slots=slots, index_k=index_k)
 
     def set(
         self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index_k: torch.Tensor, index_slots: torch.Tensor | None = None
     ) -> None:
         """`set_kv` and `set_index_k` in one launch, the same bytes. index_slots None: `slots`."""
-        kv = self._kv_values(layer, slots, k, v)
-        index = self._index_values(layer, slots if index_slots is None else index_slots, index_k)
-        if index.values.shape[0] != k.shape[0]:
-            raise ValueError(f"index_k: expected {k.shape[0]} rows, as k, got {index.values.shape[0]}")
-        self._insert(kv, index)
+        write_slots(self._sparse_layer(layer), self.backend, slots, k, v, slots if index_slots is None else index_slots, index_k)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens take."""
@@ -257,6 +252,11 @@ class PagedKVPool:
         self.allocator.move(source, target)
         self.copy_pages(source, target)
 
+    def _sparse_layer(self, layer: int) -> LayerCache:
+        if self.layer(layer).index_k is None:
+            raise ValueError(f"layer: expected a sparse layer, one of {_ids_text(self.sparse_layers)}, got dense layer {layer}")
+        return self.layer(layer)
+
     def _part_names(self) -> tuple[str, ...]:
         main = ("kv",) if self.packed else ("k", "v")
         return (*main, "index_k") if self.sparse_layers else main
@@ -293,48 +293,6 @@ class PagedKVPool:
             views = {name: view if name == "index_k" else view.transpose(1, 2) for name, view in views.items()}
         return LayerCache(**views)
 
-    def _kv_values(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[SlotValues, SlotValues]:
-        cache = self.layer(layer)
-        k_cache, v_cache = cache.key_value()
-        k_scale, v_scale, _ = cache.scales(self.device)
-        check_tensor("slots", slots, ["T"], (torch.int32, torch.int64), self.device)
-        device_checks.check_slots("slots", slots, self.num_tokens)
-        shape = [slots.shape[0], self.num_kv_heads, self.config.head_dim]
-        for name, values in (("k", k), ("v", v)):
-            check_tensor(name, values, shape, _accepted(self.kv_dtype), self.device)
-        return (
-            SlotValues(k, k_cache, slots, _scale_for(k, k_scale)),
-            SlotValues(v, v_cache, slots, _scale_for(v, v_scale)),
-        )
-
-    def _index_values(self, layer: int, slots: torch.Tensor, index_k: torch.Tensor) -> SlotValues:
-        cache = self.layer(layer)
-        if cache.index_k is None:
-            raise ValueError(f"layer: expected a sparse layer, one of {_ids_text(self.sparse_layers)}, got dense layer {layer}")
-        check_tensor("index_slots", slots, ["T"], (torch.int32, torch.int64), self.device)
-        device_checks.check_slots("index_slots", slots, self.num_tokens)
-        if isinstance(index_k, torch.Tensor) and index_k.dim() == 2:
-            index_k = index_k[:, None]
-        check_tensor("index_k", index_k, [slots.shape[0], 1, self.config.index_dim], _accepted(self.index_dtype), self.device)
-        return SlotValues(index_k, cache.index_k[:, None], slots, _scale_for(index_k, cache.scales(self.device)[2]))
-
-    def _insert(self, kv: tuple[SlotValues, SlotValues] | None, index: SlotValues | None) -> None:
-        k, v = kv or (None, None)
-        present = {name: group for name, group in (("k", k), ("v", v), ("index_k", index)) if group is not None}
-        caches: dict[str, torch.Tensor | None] = {f"cache.{name}": group.cache for name, group in present.items()}
-        inputs: dict[str, torch.Tensor | None] = {name: group.values for name, group in present.items()}
-        for name, group in present.items():
-            if torch.is_grad_enabled() and group.values.requires_grad:
-                raise NotImplementedError(f"{name}: expected no gradients, which a cache does not pass on: call under torch.no_grad()")
-        check_outputs(caches, inputs | {f"slots of {name}": group.slots for name, group in present.items()})
-        if self.backend == "plain":
-            for group in present.values():
-                insert_plain(group)
-            return
-        from m3attn.triton_kernels.insert_slots import insert_slots
-
-        insert_slots(k, v, index)
-
 
 def _layer_ids(config: M3Config, layers: Sequence[int] | None) -> tuple[int, ...]:
     if layers is None:
@@ -357,14 +315,6 @@ def _full_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.empty(0, device=device).device
-
-
-def _accepted(cache_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    return (*FLOAT_DTYPES, cache_dtype) if is_fp8(cache_dtype) else FLOAT_DTYPES
-
-
-def _scale_for(values: torch.Tensor, scale: Scale) -> Scale:
-    return UNIT if is_fp8(values.dtype) else scale
 
 
 def _ids_text(layers: Sequence[int]) -> str:
