@@ -5,7 +5,7 @@ Start with `attend` on plain tensors, or with the stages (`index_topk`, `sparse_
 """
 
 from m3attn.attend import attend, paged
-from m3attn.batch import LayerCache, PagedBatch
+from m3attn.batch import LatentCache, LayerCache, PagedBatch
 from m3attn.builtin import add_builtin_implementations
 from m3attn.choice import Explanation, UnsupportedProblem, explain, use
 from m3attn.config import M3Config
@@ -17,6 +17,7 @@ from m3attn.modes import AttentionMode, resolve_attention_mode
 from m3attn.plans.builders import pages_from_block_table, pages_from_csr, pages_from_req_to_token
 from m3attn.plans.plan import PlanCapacity, StepPlan
 from m3attn.pools.host import HostKVPool, HostPoolGroup, PageTransfer
+from m3attn.pools.latent import LatentKVPool
 from m3attn.pools.paged import PagedKVPool
 from m3attn.pools.pages import OutOfPages, PageAllocator
 from m3attn.problem import Problem
@@ -29,6 +30,7 @@ from m3attn.stages.merge_attention_states import merge_attention_states
 from m3attn.stages.mla_kv_pack_quantize import mla_kv_pack_quantize
 from m3attn.stages.mla_prefill import mla_prefill
 from m3attn.stages.mla_rope_quantize import mla_rope_quantize
+from m3attn.stages.prepare_prefill_qkv import prepare_prefill_qkv
 from m3attn.stages.qk_norm_rope_insert import HeadCounts, NormWeights, qk_norm_rope_insert
 from m3attn.stages.quantize_fp8 import quantize_fp8
 from m3attn.stages.select_blocks import select_blocks
@@ -48,6 +50,8 @@ __all__ = [
     "HostKVPool",
     "HostPoolGroup",
     "Implementation",
+    "LatentCache",
+    "LatentKVPool",
     "LayerCache",
     "M3Config",
     "M3DenseAttention",
@@ -80,6 +84,7 @@ __all__ = [
     "pages_from_block_table",
     "pages_from_csr",
     "pages_from_req_to_token",
+    "prepare_prefill_qkv",
     "qk_norm_rope_insert",
     "quantize_fp8",
     "register",

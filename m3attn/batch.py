@@ -185,3 +185,30 @@ class LayerCache:
             Scale.of(self.v_scale, argument="cache.v_scale", device=device),
             Scale.of(self.index_k_scale, argument="cache.index_k_scale", device=device),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class LatentCache:
+    """One layer's tokens of multi-head latent attention, read and written in place: any strides with unit last stride.
+
+    Attributes:
+        kv: [pages, page_size, latent + rope]: latent dims, which are keys and values of every head, then the rotated dims of the keys.
+            A flat pool of rows is [tokens, 1, latent + rope], as `sparse_mla_prefill` takes it.
+        kv_dtype: the fp8 format of uint8 storage; None means the tensor's own dtype.
+        scale: None (= 1), a float, or a one-element fp32 device tensor; value = stored * scale.
+    """
+
+    kv: torch.Tensor
+    kv_dtype: str | torch.dtype | None = None
+    scale: ScaleLike = None
+
+    def tokens(self) -> torch.Tensor:
+        """`kv` in its element type.
+
+        Raises:
+            ValueError: a shape that does not fit.
+            TypeError: a dtype no kernel reads.
+        """
+        if self.kv.dim() != 3:
+            raise ValueError(f"cache.kv: expected [pages, page_size, latent + rope], got {tuple(self.kv.shape)}")
+        return typed_storage(self.kv, self.kv_dtype, argument="cache.kv")

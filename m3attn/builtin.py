@@ -62,6 +62,7 @@ def _triton(
     function: str | None = None,
     scratch: bool = False,
     fp8_archs: tuple[str, ...] = (),
+    prepare_qkv: str | None = None,
     **limits: Any,
 ) -> Implementation:
     return Implementation(
@@ -72,6 +73,7 @@ def _triton(
         workspace=f"m3attn.triton_kernels.{modules[0]}:workspace_bytes" if scratch else None,
         sources=tuple(f"m3attn.triton_kernels.{m}" for m in modules),
         fp8_archs=fp8_archs,
+        prepare_qkv=prepare_qkv,
         built_in=True,
     )
 
@@ -160,6 +162,8 @@ def add_builtin_implementations() -> None:
         _triton(
             "mla_prefill",
             "mla_prefill",
+            "mla_prepare",
+            "mla_quantize",
             "dense_tiles",
             "fp8",
             "primitives",
@@ -168,6 +172,7 @@ def add_builtin_implementations() -> None:
             equal_head_dims=False,
             head_dims=(64, 96, 128, 192, 256),
             v_head_dims=(64, 96, 128, 192, 256),
+            prepare_qkv="m3attn.triton_kernels.mla_prepare:prepare_prefill_qkv",
         ),
         _triton(
             "sparse_mla_prefill",

@@ -192,7 +192,7 @@ class MlaPrefillCall:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparePrefillQkvCall:
-    """The one call whose implementation returns something: (q, k, v) for `mla_prefill`, e4m3 over an e4m3 cache, else in the inputs' dtype."""
+    """The one call whose implementation returns something: (q, k, v) of `dtype` for `mla_prefill`, [T, H, dim] with unit last stride each."""
 
     q_nope: torch.Tensor  # [T, H, nope], any strides but a unit last one
     q_pe: torch.Tensor  # [T, H, rope]
@@ -205,6 +205,7 @@ class PreparePrefillQkvCall:
     cache: torch.Tensor  # [pages, page_size, latent + rope], unit last stride
     slots: torch.Tensor  # [T] int32 or int64, page * page_size + offset
     interleaved: bool
+    dtype: torch.dtype  # e4m3, or the inputs' own, to which no scale belongs
     q_scale: Scale
     k_scale: Scale
     v_scale: Scale

@@ -174,6 +174,8 @@ class Implementation:
         sources: modules whose text `m3attn.source` shows.
         extra_reasons: a further check, `fn(problem) -> sequence of reasons`, for what data cannot say. If it raises, that is a bug and is raised.
         needs_arch_features: fp8 GEMM architectures, for mode resolution (`fp8_archs`).
+        prepare_qkv: for `mla_prefill`: `module:function` of `fn(call: PreparePrefillQkvCall) -> (q, k, v)`, or the function, if the implementation
+            rotates, quantises and writes the latent cache itself; None: the plain 16-bit path does.
         built_in: shipped with m3attn; cannot be replaced.
     """
 
@@ -185,6 +187,7 @@ class Implementation:
     sources: tuple[str, ...] = ()
     extra_reasons: Callable[[Problem], Sequence[str]] | None = None
     fp8_archs: tuple[str, ...] = ()
+    prepare_qkv: str | Callable[[Any], Any] | None = None
     built_in: bool = False
 
     def supports(self, problem: Problem) -> tuple[str, ...]:
@@ -201,6 +204,10 @@ class Implementation:
     def load(self) -> Callable[[Any], None]:
         """The function, importing its module on first use."""
         return _load(self.target)
+
+    def load_prepare_qkv(self) -> Callable[[Any], Any] | None:
+        """The function that prepares q, k and v for this implementation, if it declares one."""
+        return None if self.prepare_qkv is None else _load(self.prepare_qkv)
 
     def workspace_bytes(self, shape: Any) -> int:
         """The most scratch a call of this shape uses."""
@@ -252,6 +259,7 @@ def register(
     workspace: str | Callable[[Any], int] | None = None,
     extra_reasons: Callable[[Problem], Sequence[str]] | None = None,
     fp8_archs: tuple[str, ...] = (),
+    prepare_qkv: str | Callable[[Any], Any] | None = None,
     auto: bool = False,
     replace: bool = False,
 ) -> None:
@@ -265,12 +273,15 @@ def register(
         workspace: `fn(shape: WorkShape) -> bytes` if it wants `call.workspace`.
         extra_reasons: further refusals, `fn(problem) -> reasons`.
         fp8_archs: architectures on which it runs e4m3 q over an e4m3 cache.
+        prepare_qkv: for `mla_prefill`: `fn(call) -> (q, k, v)` over `m3attn.calls.PreparePrefillQkvCall`, if it owns `prepare_prefill_qkv`.
         auto: let auto take it, before the built-in ones, where it supports the problem.
         replace: replace a key registered before; never a built-in one.
 
     Raises:
-        ValueError: unknown stage, bad key, or a key that exists.
+        ValueError: unknown stage, bad key, a key that exists, or prepare_qkv for another stage.
     """
+    if prepare_qkv is not None and stage != "mla_prefill":
+        raise ValueError(f"prepare_qkv: expected None for {stage}; it is a capability of mla_prefill")
     if not key or not key.replace("_", "").replace("-", "").isalnum():
         raise ValueError(f"key: expected letters, digits, _ and -, got {key!r}")
     if not isinstance(target, str) and not callable(target):
@@ -278,7 +289,9 @@ def register(
     caps = capabilities if capabilities is not None else Capabilities(cpu="yes", equal_head_dims=False)
     sources = (target.partition(":")[0],) if isinstance(target, str) else (getattr(target, "__module__", ""),)
     add(
-        Implementation(stage, key, target, caps, workspace, sources=sources, extra_reasons=extra_reasons, fp8_archs=fp8_archs),
+        Implementation(
+            stage, key, target, caps, workspace, sources=sources, extra_reasons=extra_reasons, fp8_archs=fp8_archs, prepare_qkv=prepare_qkv
+        ),
         replace=replace,
     )
     order = _user_order.setdefault(stage, [])

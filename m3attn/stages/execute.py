@@ -41,9 +41,14 @@ def execute(
         if workspace is not None:
             check_outputs({"workspace": workspace}, {f.name: t for f in fields(call) if isinstance(t := getattr(call, f.name), torch.Tensor)})
         call = replace(call, workspace=scratch)
-    if os.environ.get("M3ATTN_LOG_CALLS", "0") == "1":
-        print(f"m3attn: {stage} {implementation.key} {_describe(call)}", file=sys.stderr)
+    log_call(stage, implementation.key, call)
     implementation.load()(call)
+
+
+def log_call(stage: str, key: str, call: Any) -> None:
+    """One line before a launch, if `M3ATTN_LOG_CALLS=1`."""
+    if os.environ.get("M3ATTN_LOG_CALLS", "0") == "1":
+        print(f"m3attn: {stage} {key} {_describe(call)}", file=sys.stderr)
 
 
 def scratch_for(implementation: Implementation, shape: WorkShape, workspace: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

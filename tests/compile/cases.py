@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -315,6 +316,19 @@ def pool_cases() -> Iterator[Case]:
         yield Case(f"pool_copy-{layout}", BF16, run, True)
 
 
+def mla_prepare_cases() -> Iterator[Case]:
+    """What mla_prefill owns before it: both kinds of latent cache."""
+    for dtype, cache_dtype in ((BF16, BF16), (BF16, E4M3), (FP16, E4M3), (FP32, FP32)):
+
+        def run(dtype=dtype, cache_dtype=cache_dtype) -> None:
+            q, kv, latent = (torch.empty(8, heads, dim, dtype=dtype) for heads, dim in ((16, 192), (16, 256), (1, 576)))
+            heads = (q[..., :128], q[..., 128:], kv[..., :128], kv[..., 128:], latent[..., :512], latent[..., 512:])
+            slots, cache = torch.zeros(8, dtype=torch.int64), m3attn.LatentCache(torch.empty(4, 64, 576, dtype=cache_dtype), scale=0.5)
+            m3attn.prepare_prefill_qkv(*heads, slots, torch.empty(1024, 64), cache, slots, q_scale=0.5, impl="triton")
+
+        yield Case(f"prepare_prefill_qkv-{dtype}-cache-{cache_dtype}", dtype, run, cache_dtype == E4M3)
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "qk_norm_rope_insert": norm_rope_cases,
     "index_score": lambda: index_cases("index_score"),
@@ -326,7 +340,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "quantize_fp8": quantize_cases,
     "mla_rope_quantize": lambda: mla_quantize_cases("mla_rope_quantize"),
     "mla_kv_pack_quantize": lambda: mla_quantize_cases("mla_kv_pack_quantize"),
-    "mla_prefill": mla_prefill_cases,
+    "mla_prefill": lambda: chain(mla_prefill_cases(), mla_prepare_cases()),
     "sparse_mla_prefill": sparse_mla_cases,
     "pools": pool_cases,
 }
