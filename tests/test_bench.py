@@ -216,8 +216,8 @@ def test_every_stage_passes_its_own_gate(stage, mode):
 
 @pytest.mark.parametrize("stage", [stage for stage in SIZE_STAGES if stage in m3attn.registry.STAGES])
 def test_every_size_stage_passes_its_own_gate(stage):
-    shape = {1: ("40",), 2: ("24x64",)}[SIZE_STAGES[stage].rank]
-    rows, remarks, failures = bench(request(stage, shapes=shape, modes=("bf16", "fp16", "fp8")))
+    shape = {1: ("40",), 2: ("24x64",), 3: ("3x40x8",)}[SIZE_STAGES[stage].rank]
+    rows, remarks, failures = bench(request(stage, shapes=shape, modes=("bf16", "fp16", "fp8", "fp8_pv")))
     assert not remarks and failures == 0
     assert {row["mode"] for row in rows} == set(SIZE_STAGES[stage].modes)
     assert all(row["parity_passed"] for row in rows)

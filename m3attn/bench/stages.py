@@ -79,6 +79,11 @@ SIZE_STAGES: dict[str, SizeStage] = {
     "qk_norm_rope_insert": SizeStage(elementwise.qk_norm_rope_insert, ("1", "64", "8192", "32768"), ("bf16", "fp16", "fp8"), rank=1, replay=True),
     "merge_attention_states": SizeStage(elementwise.merge_attention_states, ("64", "8192"), ("bf16", "fp16"), rank=1),
     "quantize_fp8": SizeStage(elementwise.quantize_fp8, ("8192x8192", "131072x128"), ("fp8",), rank=2, heads=()),
+    "mla_rope_quantize": SizeStage(mla.mla_rope_quantize, ("8192", "32768"), ("fp8",), rank=1, heads=(Heads(128, 1),), one_number=True),
+    "mla_kv_pack_quantize": SizeStage(mla.mla_kv_pack_quantize, ("8192", "32768"), ("fp8",), rank=1, heads=(Heads(128, 1),), one_number=True),
+    "mla_prefill": SizeStage(
+        mla.mla_prefill, ("8192x8192", "2048x16384"), ("bf16", "fp8", "fp8_pv"), rank=2, heads=(Heads(128, 1),), one_number=True
+    ),
     "sparse_mla_prefill": SizeStage(
         mla.sparse_mla_prefill,
         ("1x8192x2048", "64x8192x2048", "1024x8192x2048", "4096x8192x2048", "4096x65536x2048", "4096x8192x1024", "4096x8192x512"),
