@@ -95,7 +95,7 @@ def test_group_of_mixed_pools(backend: str) -> None:
         randomise(p)
     before, draft_before = contents(pool), contents(draft)
     extra = {"index_k": PageTransfer([4, 1], [2, 3]), "draft": PageTransfer(torch.tensor([1]), torch.tensor([3], device=DEVICE))}
-    group.backup([0, 3], [2, 3], extra=extra)
+    group.backup([0, 3], [2, 3], extra=extra).wait()
     scramble(pool)
     scramble(draft)
     scrambled = contents(draft)
@@ -136,7 +136,7 @@ def test_ids_in_every_form(backend: str, layout: str, form: str) -> None:
     before = contents(pool)
     host = HostKVPool(pool, num_pages=4, layout=layout, backend=backend)
     device_pages = id_forms([4, 2], "device" if form == "host" else form)
-    host.backup(id_forms([3, 1], form), device_pages)
+    host.backup(id_forms([3, 1], form), device_pages).wait()
     scramble(pool)
     host.load(id_forms([1, 3], form), device_pages).wait()
     assert all(torch.equal(data[:, [2, 4]], before[name][:, [4, 2]]) for name, data in contents(pool).items())
@@ -323,6 +323,7 @@ def test_random_offloading_returns_what_was_there(seed: int) -> None:
     assert host.allocator.num_used == sum(len(pages) for pages, _ in away)
 
 
+@pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("layout", HOST_LAYOUTS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -350,6 +351,7 @@ def test_round_trips_beside_compute(backend: str, layout: str) -> None:
         assert all(torch.equal(after[name], old[:, order]) for name, old in before.items())
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_where_ids_are_on_a_gpu() -> None:
     pool, transfer = make_pool(), Transfer(DEVICE)

@@ -282,6 +282,15 @@ def test_refused_rows() -> None:
         own.set_kv(0, slots, own.layer(0).key_value()[0][0].transpose(0, 1)[:2], v)
 
 
+def test_a_repeated_slot_is_named_when_values_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool()
+    k, v, index_k = values(3)
+    slots, index_slots = (torch.tensor(ids, device=DEVICE) for ids in ([-1, -1, 5], [4, 7, 4]))
+    monkeypatch.setenv("M3ATTN_CHECK", "1")
+    with pytest.raises(ValueError, match="index_slots: expected each slot once, got 4 at index 2"):
+        pool.set(1, slots, k, v, index_k, index_slots)
+
+
 @pytest.mark.parametrize(("packed", "layout"), [(True, "HND"), (True, "NHD"), (False, "HND")])
 def test_stages_read_what_a_pool_holds(packed: bool, layout: str) -> None:
     """The sparse path over shuffled pages of a pool gives what it gives over plain tensors."""
@@ -305,6 +314,7 @@ def test_stages_read_what_a_pool_holds(packed: bool, layout: str) -> None:
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_set_under_a_graph_follows_the_slots() -> None:
     """Captured once without a sync, replayed with other slots and values, equal to an eager call."""
@@ -326,6 +336,7 @@ def test_set_under_a_graph_follows_the_slots() -> None:
     assert same(contents(pool), contents(eager))
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_device_page_ids_out_of_range_copy_nothing() -> None:
     pool = make_pool()
@@ -335,6 +346,7 @@ def test_device_page_ids_out_of_range_copy_nothing() -> None:
     assert same(before, contents(pool))
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_a_pool_of_four_gib_is_written_at_its_end() -> None:
     pages = (1 << 32) // (2 * HEADS * PAGE_SIZE * DIM * 2) + 8
