@@ -16,6 +16,7 @@ from m3attn.triton_kernels.fp8 import add_query_key, add_weighted_values, finish
 from m3attn.triton_kernels.launch import current_arch, launch, next_power_of_2
 from m3attn.triton_kernels.primitives import LOG2E, find_request, finish_softmax, load_scale, online_softmax
 from m3attn.triton_kernels.rows import num_row_tiles
+from m3attn.triton_kernels.saturate import round_to
 
 MMA_ROWS: dict[str, str | int | None] = {"mla_prefill_kernel": "BLOCK_M"}
 
@@ -187,7 +188,7 @@ def mla_prefill_kernel(
     output = finish_values(output, FP8_PV) * load_scale(v_scale, v_scale_ptr)
     offs_v = tl.arange(0, BLOCK_V)
     out_pointers = out_ptr + (rows * out_strides[0] + head * out_strides[1])[:, None] + offs_v[None, :]
-    tl.store(out_pointers, output.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (offs_v < V_DIM)[None, :])
+    tl.store(out_pointers, round_to(output, out_ptr.dtype.element_ty), mask=is_row[:, None] & (offs_v < V_DIM)[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + rows * lse_strides[0] + head * lse_strides[1], lse, mask=is_row)
 

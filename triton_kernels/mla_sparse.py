@@ -9,6 +9,7 @@ import triton.language as tl
 
 from m3attn.triton_kernels.fp8 import add_query_key, add_weighted_values, finish_values
 from m3attn.triton_kernels.primitives import LN2, LOG2E, finish_softmax, load_scale, online_softmax
+from m3attn.triton_kernels.saturate import round_to
 
 MMA_ROWS: dict[str, str | int | None] = {"sparse_mla_kernel": "BLOCK_M", "merge_sparse_mla_kernel": None}
 COMPILE_EXCEPTIONS = {
@@ -143,7 +144,7 @@ def sparse_mla_kernel(
     for i in tl.static_range(LATENT // CHUNK):
         output, _ = finish_softmax(outputs[i], running_max, running_sum)
         output = finish_values(output, FP8_PV) * factor[:, None]
-        tl.store(out_pointers + i * CHUNK, output.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
+        tl.store(out_pointers + i * CHUNK, round_to(output, out_ptr.dtype.element_ty), mask=is_head[:, None])
     tl.store(max_logits_ptr + out_row, running_max * LN2, mask=is_head)
     tl.store(lse_ptr + out_row, lse, mask=is_head)
 
@@ -194,7 +195,7 @@ def merge_sparse_mla_kernel(
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + row % num_heads)
         output *= 1.0 / (1.0 + tl.exp(sink - tl.where(is_empty, 0.0, lse)))
-    tl.store(out_ptr + row * LATENT + offs_d, output.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row * LATENT + offs_d, round_to(output, out_ptr.dtype.element_ty))
     if chunk == 0:
         tl.store(max_logits_ptr + row, tl.max(tl.load(partial_max_ptr + partial_rows), axis=0))
         tl.store(lse_ptr + row, lse)

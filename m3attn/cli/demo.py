@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("bf16", "widen", "fp8", "fp8_pv"), help="default: what follows from the cache's dtype")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="write a picture of the blocks each query chose")
     parser.add_argument("--real-geometry", action="store_true", help="M3's own numbers on a CPU too; says first how long that will take")
+    parser.add_argument("--mla", action="store_true", help="a layer of multi-head latent attention instead, in bf16 and in fp8")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
 
 
@@ -27,10 +28,14 @@ def run(options: argparse.Namespace) -> int:
     import m3attn
     from m3attn.bench.shapes import Heads
     from m3attn.cli.errors import UserError
+    from m3attn.demo.mla import run as run_mla
     from m3attn.demo.run import Options
     from m3attn.demo.run import run as run_demo
 
     try:
+        if options.mla:
+            refuse_with_mla(options)
+            return run_mla(path=options.text, tokens=options.tokens, impl=options.impl, real_geometry=options.real_geometry, seed=options.seed)
         return run_demo(
             Options(
                 text=options.text,
@@ -48,3 +53,11 @@ def run(options: argparse.Namespace) -> int:
         )
     except (ValueError, m3attn.UnsupportedProblem) as error:
         raise UserError(str(error)) from error
+
+
+def refuse_with_mla(options: argparse.Namespace) -> None:
+    """Raise ValueError for an option that only the M3 layers have."""
+    defaults = {"heads": None, "layers": None, "rule": "topk", "kv_cache_dtype": "auto", "mode": None, "plot": None}
+    for name, default in defaults.items():
+        if getattr(options, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')}: expected nothing with --mla, got {getattr(options, name)}")
