@@ -100,16 +100,16 @@ print("scores", tuple(scores.shape), "agree with m3attn.index_score")
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
+brightest = float(scores[visible].quantile(0.96))  # own blocks are above it, and all alike
 for group, panel in enumerate(panels):
     shown = scores[group].cpu().masked_fill(~visible[group].cpu(), float("nan"))
-    image = panel.imshow(shown, aspect="auto", interpolation="nearest", extent=(0, T // BLOCK, T, 0))
+    image = panel.imshow(shown, vmax=brightest, aspect="auto", interpolation="nearest", extent=(0, T // BLOCK, T, 0))
     panel.set(title=f"score, KV group {group}", xlabel=f"block of {BLOCK} positions")
 panels[0].set_ylabel("query position")
 figure.colorbar(image, ax=panels, label="best index product in the block")
 
 # %% [markdown]
-# The bright edge is the query's own block: a token resembles itself. Bright spots far from the edge are passages that look like what is being read;
-# columns that are bright for many queries hold something common, as a line of white space.
+# The bright edge is the query's own block: a token resembles itself. Bright spots far from the edge are passages that look like what is being read.
 #
 # ## Step 2: the best K blocks
 #
