@@ -1,0 +1,1 @@
+"""The simulated device: memory, warps, barriers, asynchronous engines, scheduler."""

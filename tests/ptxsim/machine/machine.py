@@ -1,0 +1,332 @@
+"""Launches and the scheduler."""
+
+import random
+import time
+from collections import deque
+
+import numpy as np
+
+from .. import ops
+from ..errors import Deadlock, SimError
+from ..formats import u1, u8
+from ..translate.blocks import Compiled
+from ..translate.types import ZERO
+from .cluster import Cluster
+from .memory import HOST_BASE, HOST_BYTES, SMEM_BASE, SMEM_BYTES, Memory
+from .tensor_map import TensorMap
+from .warp import Warp
+
+
+class Layout:
+    """addresses of a module's symbols for one kernel"""
+
+    def __init__(self, mod, k):
+        self.shared, self.local, self.glob = {}, {}, {}
+        off = SMEM_BASE
+        dyn = []
+        for table in (mod.symbols, k.symbols):
+            for name, (space, size, al, ext, _init) in table.items():
+                if space == "shared":
+                    if ext or size == 0:
+                        dyn.append((name, al))
+                        continue
+                    off = -(-off // al) * al
+                    self.shared[name] = off
+                    off += size
+                elif space == "local":
+                    lo = getattr(self, "local_bytes", 0)
+                    lo = -(-lo // al) * al
+                    self.local[name] = lo
+                    self.local_bytes = lo + size
+        self.local_bytes = -(-getattr(self, "local_bytes", 0) // 16) * 16
+        self.static_bytes = off - SMEM_BASE
+        al = max([a for _, a in dyn] + [16])
+        off = -(-off // al) * al
+        self.dyn_base = off
+        for name, _ in dyn:
+            self.shared[name] = off
+
+
+class Launch:
+    pass
+
+
+_compiled = {}  # translated kernels, shared by all devices of the process
+
+
+class Machine:
+    """what is shared by all launches of one simulated device"""
+
+    def __init__(self, sms=148, order="eager", seed=0, fill=None, check_bounds=True, verbose=False):
+        self.sms, self.order, self.fill = sms, order, fill
+        self.rng = random.Random(seed)
+        self.mem = Memory()
+        self.mem.check = check_bounds
+        self.verbose = verbose
+        self._tick = 0
+        self.tmaps = {}
+        self.n_mma = 0
+        self.warnings = set()
+        self.compiled = {}
+        self.stats = []
+        self.found = []
+
+    def warn(self, s, key=None):
+        if (key or s) not in self.warnings:
+            self.warnings.add(key or s)
+            print("ptxsim:", s)
+
+    def report(self, kind, text, key):
+        """a mistake that does not change the numbers here but may on a device"""
+        if self.hazards == "error":
+            raise SimError(text)
+        if key not in self.warnings:
+            self.warnings.add(key)
+            self.found.append((kind, text))
+            if self.hazards == "warn":
+                print("ptxsim:", text)
+
+    hazards = "warn"
+    relay_fences = False
+
+    def tick(self):
+        self._tick += 1000
+        return self._tick
+
+    def tensor_map(self, addr, w):
+        if addr & 63:
+            raise SimError(f"tensor map at a misaligned address {addr:#x}: {w.where()}")
+        raw = HOST_BYTES[addr - HOST_BASE : addr - HOST_BASE + 128]
+        key = raw.tobytes()
+        t = self.tmaps.get(key)
+        if t is None:
+            t = self.tmaps[key] = TensorMap(np.frombuffer(key, u1))
+        return t
+
+    def compile(self, mod, name):
+        key = (id(mod), name)
+        c = _compiled.get(key)
+        if c is None:
+            static = []
+            k = mod.kernels[name]
+            lay = Layout(mod, k)
+            for nm, (space, size, al, _ext, init) in mod.symbols.items():
+                if space in ("global", "const"):
+                    buf = np.zeros(size + al, u1)
+                    a = -(-buf.ctypes.data // al) * al
+                    if init:
+                        buf[a - buf.ctypes.data : a - buf.ctypes.data + len(init)] = np.frombuffer(init, u1)
+                    static.append(buf)
+                    lay.glob[nm] = a
+            c = Compiled(k, mod, lay)
+            c.zero = {s: f() for s, f in ZERO.items()}
+            c.static = static
+            _compiled[key] = c
+        self.mem.static = [(b.ctypes.data, b.ctypes.data + len(b)) for b in c.static]
+        self.compiled[key] = c
+        return c
+
+    def launch(self, mod, name, grid, block, cluster, smem, params, ranges=()):
+        t0 = time.time()
+        self.cur_mod = mod
+        c = self.compile(mod, name)
+        L = Launch()
+        L.grid, L.block, L.cluster, L.smem = grid, block, cluster, smem
+        L.pcache = {}
+        nb = max(64, len(params))
+        buf = np.zeros(nb + 128, u1)
+        a = -(-buf.ctypes.data // 64) * 64
+        o = a - buf.ctypes.data
+        buf[o : o + len(params)] = np.frombuffer(params, u1)
+        L.param_raw = buf[o : o + nb]
+        L.param_base = a
+        L.smem_end = c.lay.dyn_base + smem
+        if L.smem_end > SMEM_BYTES:
+            raise SimError(f"{smem} bytes of dynamic shared memory do not fit")
+        nthreads = block[0] * block[1] * block[2]
+        if c.k.reqntid and nthreads != int(np.prod(c.k.reqntid)):
+            raise SimError(f"block {block}, kernel requires {c.k.reqntid}")
+        self.mem.set([*list(ranges), (a, a + nb)])
+        for k in range(3):
+            if grid[k] % cluster[k]:
+                raise SimError(f"grid {grid} is not a multiple of the cluster {cluster}")
+        cap = self._capture_before(L, params, ranges, name) if self.capture else None
+        nblk = 0
+        gx, gy, gz = (grid[k] // cluster[k] for k in range(3))
+        self.queue = deque(
+            [
+                (cx * cluster[0] + x, cy * cluster[1] + y, cz * cluster[2] + z)
+                for z in range(cluster[2])
+                for y in range(cluster[1])
+                for x in range(cluster[0])
+            ]
+            for cz in range(gz)
+            for cy in range(gy)
+            for cx in range(gx)
+        )
+        # clusters that cluster launch control may cancel: on a device those that found no SM free; to reach that code
+        # with small grids, all that are not running yet unless the order is eager
+        ncta = cluster[0] * cluster[1] * cluster[2]
+        self.unstealable = self.sms // ncta if self.order == "eager" else 0
+        with np.errstate(all="ignore"):
+            while self.queue:
+                ids = self.queue.popleft()
+                self.unstealable -= 1
+                nblk += self.run_cluster(c, ids, L, nthreads)
+        if cap is not None:
+            self._capture_after(cap)
+        dt = time.time() - t0
+        self.stats.append(dict(kernel=name, grid=grid, block=block, seconds=dt, blocks=nblk))
+        if self.verbose:
+            print(f"ptxsim: {name[:60]} grid {grid} cluster {cluster} block {block} smem {smem}: {dt:.2f} s, {nblk} warp blocks")
+
+    # a launch saved so that replay.py can run the same cubin on a real device and compare memory
+    capture = None
+    ncap = 0
+
+    def _capture_before(self, L, params, ranges, name):
+        words = np.frombuffer(params[: len(params) // 8 * 8], u8)
+        used = []
+        for s, e in sorted(set(ranges)):
+            if any(s <= int(v) < e for v in words) and not any(a <= s and e <= b for a, b in used):
+                used.append((s, e))
+        d = dict(
+            name=name,
+            grid=L.grid,
+            block=L.block,
+            cluster=L.cluster,
+            smem=L.smem,
+            params=np.frombuffer(params, u1),
+            offsets=np.array([o for _, _, o in self.cur_mod.kernels[name].params]),
+            cubin=np.frombuffer(self.cubin_of(self.cur_mod), u1),
+            starts=np.array([s for s, _ in used], u8),
+        )
+        for k, (s, e) in enumerate(used):
+            d[f"before{k}"] = HOST_BYTES[s - HOST_BASE : e - HOST_BASE].copy()
+        return d, used
+
+    def _capture_after(self, cap):
+        d, used = cap
+        for k, (s, e) in enumerate(used):
+            d[f"after{k}"] = HOST_BYTES[s - HOST_BASE : e - HOST_BASE].copy()
+        import os
+
+        os.makedirs(self.capture, exist_ok=True)
+        np.savez_compressed(os.path.join(self.capture, f"{self.tag}{self.ncap:03d}.npz"), **d)
+        self.ncap += 1
+
+    def steal(self):
+        n = len(self.queue)
+        if n > max(0, self.unstealable):
+            k = n - 1 if self.unstealable > 0 else 0
+            ids = self.queue[k]
+            del self.queue[k]
+            return ids[0]
+        return None
+
+    def run_cluster(self, comp, ids, L, nthreads):
+        cl = Cluster(self, comp, ids, L)
+        cl.desperate = False
+        for cta in cl.ctas:
+            cta.warps = [Warp(cta, w, nthreads) for w in range(-(-nthreads // 32))]
+        warps = [w for c in cl.ctas for w in c.warps]
+        live = list(warps)
+        idle = 0
+        last_events = -1
+        prio, budget, p_async = None, 4000, 0.0
+        try:
+            while live:
+                progress = False
+                if self.order == "random":
+                    # random priorities: the first warp in the order runs until it blocks; now and then a new order
+                    if prio is None or self.rng.random() < 0.03:
+                        prio = live[:]
+                        self.rng.shuffle(prio)
+                        budget = self.rng.choice([1, 5, 40, 4000])
+                        p_async = self.rng.choice([0.0, 0.02, 0.3])
+                    if self.rng.random() < p_async:
+                        self._async_one(cl)
+                    for w in prio:
+                        if w.done:
+                            continue
+                        cl.cur = w
+                        ev = cl.events
+                        if w.run(budget):
+                            progress = True
+                            if cl.events != ev:
+                                break
+                else:
+                    for w in live:
+                        cl.cur = w
+                        if w.run(4000):
+                            progress = True
+                live = [w for w in live if not w.done]
+                if not live:
+                    break
+                if progress and cl.events != last_events:
+                    last_events = cl.events
+                    idle = 0
+                    cl.desperate = False
+                    continue
+                if self._async_one(cl):
+                    idle = 0
+                    continue
+                if progress:
+                    # only spinning: bounded
+                    idle += 1
+                    if idle > 2000:
+                        self.deadlock(cl, live, "spinning without effect")
+                # let waits that may return false do so
+                for w in live:
+                    if w.soft_blocked:
+                        w.give_false = True
+                idle += 1
+                if idle > 20:
+                    cl.desperate = True
+                if (idle > 60 and not progress) or idle > 2000:
+                    self.deadlock(cl, live, "deadlock")
+            while self._async_one(cl):
+                pass
+        except SimError:
+            raise
+        except Exception as e:
+            raise SimError(f"{type(e).__name__}: {e} [{cl.cur.where()}]") from e
+        for cta in cl.ctas:
+            if cta.tmem_allocs:
+                self.warn(f"tensor memory not freed by {comp.k.name[:50]}")
+        return sum(w.nblk for w in warps)
+
+    def _async_one(self, cl):
+        """run one pending asynchronous operation; in-order within a CTA's tensor pipe"""
+        pool = []
+        if cl.async_q:
+            pool.append(cl.async_q)
+        for c in cl.ctas:
+            if c.tcq:
+                pool.append(c.tcq)
+        if not pool:
+            return False
+        q = self.rng.choice(pool) if self.order == "random" else pool[-1]
+        if q is cl.async_q:
+            k = self.rng.randrange(len(q)) if self.order == "random" else len(q) - 1
+            fn = q.pop(k)
+        else:
+            fn = q.popleft()
+        fn()
+        cl.events += 1
+        return True
+
+    def deadlock(self, cl, live, what):
+        lines = [f"{what}; {len(live)} warps stand at:"]
+        for w in live:
+            lines.append(
+                f"  cta {w.cta.ctaid} warp {w.wid} line {w.line} "
+                + (f"bar {w.waiting_bar[2]} ({w.waiting_bar[0].n}/{w.waiting_bar[0].need}) " if w.waiting_bar else "")
+                + (f"{w.blocked_on[0]} parity {w.blocked_on[1]} " if w.blocked_on else "")
+                + next((i.text[:90] for b in w.comp.blocks for i in b if i.line == w.line), "")
+            )
+            if len(w.groups) > 1:
+                for pc, m in w.groups:
+                    i = w.comp.blocks[pc][0]
+                    lines.append(f"    lanes {int(ops.ballot(np.ones(32, bool) if m is None else m)):08x} at line {i.line}: {i.text[:90]}")
+        raise Deadlock("\n".join(lines))

@@ -1,0 +1,1 @@
+"""From PTX text to Python functions over arrays of 32 lanes."""
