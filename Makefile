@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv, from constraints.txt, on a machine with nothing but Python 3.11 or newer.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format check-kernels bench tables sanitize clean
+.PHONY: help demo test test-all lint format check-kernels ptxsim bench tables sanitize clean
 SHELL := /bin/bash
 
 VENV := .venv
@@ -25,6 +25,7 @@ help:
 	@echo 'make demo           a real text through a stack of M3 attention layers, reference and Triton side by side (ARGS="--text FILE")'
 	@echo 'make test           lint, types, and the tests that CI runs (about a quarter of an hour on 2 cores)'
 	@echo 'make check-kernels  every Triton kernel for every architecture, with the oldest and the newest supported Triton'
+	@echo 'make ptxsim         installs the CuTe DSL too, and runs the tests of the interpreter that executes its kernels on a CPU'
 	@echo 'make test-all       everything above, and the slow tests'
 	@echo 'make bench          the benchmarks of the stages, on a GPU (ARGS="STAGE … --json OUT")'
 	@echo 'make tables         rewrite the tables of README.md and docs/ from results/'
@@ -61,6 +62,13 @@ test: lint $(TRITONS)
 
 check-kernels: $(VENV)/.ready $(TRITONS)
 	$(PYTEST) -n $(WORKERS) -m slow tests/test_compile.py $(ARGS)
+
+$(VENV)/.cute: $(VENV)/.ready
+	$(PIP) --no-build-isolation --editable '.[dev,cute]'
+	@touch $@
+
+ptxsim: $(VENV)/.cute
+	$(PYTEST) -n $(WORKERS) tests/ptxsim $(ARGS)
 
 test-all: lint $(TRITONS)
 	$(PYTEST) -n $(WORKERS) $(ARGS)
