@@ -225,12 +225,23 @@ print(f"{len(intervals)} steps; {int((rank > threshold).sum())} blocks lie above
 
 # %%
 figure, panel = plt.subplots(figsize=(9, 3), layout="constrained")
-for step, (bottom, top, middle, count) in enumerate(intervals):
-    panel.vlines(step, bottom, top, linewidth=6, alpha=0.4)
-    panel.plot(step, middle, "k_", markersize=12)
-    panel.annotate(count, (step, top), ha="center", va="bottom", fontsize=8)
-panel.hlines(rank[:-1], -1, len(intervals), linewidth=0.4, color="gray")
-panel.set(xlabel="step", ylabel="rank", title="interval of the threshold, and how many blocks reach its middle; gray: the blocks")
+panel.semilogy([top - bottom for bottom, top, _, _ in intervals], "o-", base=2)
+for step, (bottom, top, _, count) in enumerate(intervals):
+    panel.annotate(count, (step, top - bottom), xytext=(3, 5), textcoords="offset points", fontsize=9)
+panel.set(xlabel="step", ylabel="width of the interval", title="the interval that holds the threshold, and how many blocks reach its middle")
+
+# %% [markdown]
+# This row is a bad case: several blocks share the K-th score, the count never is exactly K, and the interval must shrink to a single integer. Without
+# such a tie it stops as soon as its middle falls between the K-th and the next score:
+
+# %%
+spread = rank_of_score(torch.randn(BLOCKS, generator=torch.Generator().manual_seed(4)))
+low, width, taken = int(spread.min()), int(spread.max() - spread.min()) + 1, 0
+while width > 1:
+    half, taken = width // 2, taken + 1
+    count = int((spread >= low + half).sum())
+    low, width = (low + half if count >= K else low), 1 if count == K else width - half if count > K else half
+print(f"scores without ties: {taken} steps, {int((spread >= low).sum())} blocks reach the threshold")
 
 # %% [markdown]
 # Where ties leave too many, a second bisection, over ids, finds the id up to which blocks on the threshold are taken: lower ids win. Then the place
