@@ -1,0 +1,1 @@
+"""What several CuTe DSL kernels share."""
