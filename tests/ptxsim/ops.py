@@ -455,13 +455,3 @@ def rel_chunks(s, mn_major, rows, kbytes, lbo, sbo, es):
         r = r.astype(i8)
         _rel_cache[key] = r
     return r
-
-
-def operand(rows16, base_chunk, s, mn_major, rows, K, lbo, sbo, ty, es):
-    """-> float32 [rows, K]; rows16: smem as [n, 4] u4; base_chunk: start address / 16"""
-    idx = swizzle(rel_chunks(s, mn_major, rows, K * es, lbo, sbo, es) + base_chunk, s)
-    raw = rows16[idx]  # [..., chunks, 4] u4
-    t = {1: u1, 2: u2, 4: u4}[es]
-    x = np.ascontiguousarray(raw).reshape(idx.shape[0], -1).view(t)
-    f = DEC[ty](x)
-    return f.T if mn_major else f

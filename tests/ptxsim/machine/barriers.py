@@ -44,7 +44,7 @@ class Barriers:
         k = self._bid(bid, q)
         if k > 15:
             raise SimError(f"barrier {k}: {self.where()}")
-        b = self.cta.bars.setdefault(k, Bar())
+        b = self.cta.barriers.setdefault(k, Bar())
         need = int(cnt[0 if q is None else int(q.argmax())]) if cnt is not None else len(self.cta.warps) * 32
         if b.n and b.need != need:
             raise SimError(f"barrier {k} used with {need} threads while {b.need} are awaited: {self.where()}")
@@ -53,7 +53,7 @@ class Barriers:
 
     def _bar_in(self, b):
         b.n += 32
-        self.cl.events += 1
+        self.cluster.events += 1
         if b.n > b.need:
             raise SimError(f"barrier over-subscribed: {self.where()}")
         if b.n == b.need:
@@ -65,47 +65,46 @@ class Barriers:
         self._bar_in(b)
 
     def bar_sync(self, bid, cnt, q):
-        wb = self.waiting_bar
+        wb = self.waiting_barrier
         if wb is not None:
             b, gen, k = wb
             if b.gen == gen:
                 return False
-            self.waiting_bar = None
+            self.waiting_barrier = None
             return True
         b, k = self._bar(bid, cnt, q)
         gen = b.gen
         self._bar_in(b)
         if b.gen != gen:
             return True
-        self.waiting_bar = (b, gen, k)
+        self.waiting_barrier = (b, gen, k)
         return False
 
     def cluster_arrive(self):
         """the k-th arrival of a warp counts for the k-th phase; a phase is complete when every warp has arrived in it"""
-        if self.cl_arr > self.cl_waits:
-            self.m.report(
+        if self.cluster_arrivals > self.cluster_waits:
+            self.machine.report(
                 "cluster barrier",
                 f"barrier.cluster.arrive again before barrier.cluster.wait (undefined in PTX): {self.where()}",
-                (self.comp.k.name, self.line),
+                (self.comp.kernel.name, self.line),
             )
-        self.cl_arr += 1
-        self.cl.events += 1
+        self.cluster_arrivals += 1
+        self.cluster.events += 1
 
     def cluster_wait(self):
-        if self.cl_waits >= self.cl_arr:
+        if self.cluster_waits >= self.cluster_arrivals:
             raise SimError(f"barrier.cluster.wait without arrive: {self.where()}")
-        k = self.cl_waits + 1
-        for c in self.cl.ctas:
+        k = self.cluster_waits + 1
+        for c in self.cluster.ctas:
             for w in c.warps:
-                if w.cl_arr < k and not w.done:
-                    self.blocked_cluster = k
+                if w.cluster_arrivals < k and not w.done:
                     return False
-        self.cl_waits = k
+        self.cluster_waits = k
         return True
 
     def _mb(self, addr, what="mbarrier"):
         addr = int(addr)
-        cta = self.cl.ctas[addr >> 24] if len(self.cl.ctas) > 1 else self.cta
+        cta = self.cluster.ctas[addr >> 24] if len(self.cluster.ctas) > 1 else self.cta
         b = cta.mbars.get(addr & 0xFFFFFF)
         if b is None:
             raise SimError(f"{what} on an uninitialised mbarrier at {addr:#x}: {self.where()}")
@@ -117,11 +116,11 @@ class Barriers:
     def mbar_init(self, addr, cnt, q):
         for lane in self._lanes(q):
             a = int(addr[lane]) & 0xFFFFFF
-            if a % 8 or a < SMEM_BASE or a + 8 > self.cl.launch.smem_end:
+            if a % 8 or a < SMEM_BASE or a + 8 > self.cluster.launch.smem_end:
                 raise SimError(f"mbarrier.init address {a:#x}: {self.where()}")
             self.cta.mbars[a] = Mbar(int(cnt[lane]), a)
-            self.cta.s[8][a >> 3] = 0
-        self.cl.events += 1
+            self.cta.shared[8][a >> 3] = 0
+        self.cluster.events += 1
 
     def mbar_inval(self, addr, q):
         for lane in self._lanes(q):
@@ -140,15 +139,15 @@ class Barriers:
             b.pend -= n
             if drop:
                 b.count -= 1
-            b.check(self.cl)
-        self.cl.events += 1
+            b.check(self.cluster)
+        self.cluster.events += 1
         return out
 
     def mbar_tx(self, addr, n, q):
         for lane in self._lanes(q):
             b = self._mb(addr[lane], "expect_tx")
             b.tx += int(n[lane])
-            b.check(self.cl)
+            b.check(self.cluster)
 
     def mbar_wait(self, addr, st, par, may_wait, q):
         lanes = self._lanes(q)
@@ -184,5 +183,5 @@ class Barriers:
             if not noinc:
                 b.pend += 1
             b.pend -= 1
-            b.check(self.cl)
-        self.cl.events += 1
+            b.check(self.cluster)
+        self.cluster.events += 1

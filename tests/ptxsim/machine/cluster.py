@@ -10,35 +10,34 @@ from .memory import SMEM_BYTES
 
 class CTA:
     def __init__(self, cl, rank, ctaid):
-        self.cl, self.rank, self.ctaid = cl, rank, ctaid
+        self.cluster, self.rank, self.ctaid = cl, rank, ctaid
         raw = np.zeros(SMEM_BYTES, u1)
-        if cl.m.fill is not None:
-            raw[:] = cl.m.fill
-        self.s = {1: raw, 2: raw.view(u2), 4: raw.view(u4), 8: raw.view(u8), 16: raw.view(u4).reshape(-1, 4)}
+        if cl.machine.fill is not None:
+            raw[:] = cl.machine.fill
+        self.shared = {1: raw, 2: raw.view(u2), 4: raw.view(u4), 8: raw.view(u8), 16: raw.view(u4).reshape(-1, 4)}
         self.mbars = {}
-        self.bars = {}
+        self.barriers = {}
         self.tmem = None
         self.tmem_used = np.zeros(512, bool)
         self.tmem_allocs = {}
         self.warps = []
-        self.gwt = np.zeros(SMEM_BYTES // 16 + 1, i8)  # per 16 bytes: when the generic proxy wrote it last, and which warp
-        self.gww = np.zeros(SMEM_BYTES // 16 + 1, u1)
-        self.fence_t = np.zeros(64, i8)  # per warp: when it last executed fence.proxy.async
-        self.tcq = deque()  # tensor-core pipe in issue order (lazy mode)
+        self.written_at = np.zeros(SMEM_BYTES // 16 + 1, i8)  # per 16 bytes: when the generic proxy wrote it last, and which warp
+        self.written_by = np.zeros(SMEM_BYTES // 16 + 1, u1)
+        self.fenced_at = np.zeros(64, i8)  # per warp: when it last executed fence.proxy.async
+        self.tensor_queue = deque()  # tensor-core pipe in issue order (lazy mode)
 
     def get_tmem(self):
         if self.tmem is None:
             self.tmem = np.zeros((128, 512), u4)
-            if self.cl.m.fill is not None:
+            if self.cluster.machine.fill is not None:
                 self.tmem[:] = 0xFFC0FFC0  # NaN-like
         return self.tmem
 
 
 class Cluster:
     def __init__(self, m, comp, ids, launch):
-        self.m, self.comp, self.launch = m, comp, launch
+        self.machine, self.comp, self.launch = m, comp, launch
         self.events = 0
         self.clock = 0
-        self.async_q = []
-        self.soft = 0
+        self.async_queue = []
         self.ctas = [CTA(self, r, c) for r, c in enumerate(ids)]

@@ -64,10 +64,8 @@ class Machine:
         self.mem.check = check_bounds
         self.verbose = verbose
         self._tick = 0
-        self.tmaps = {}
-        self.n_mma = 0
+        self.tensor_maps = {}
         self.warnings = set()
-        self.compiled = {}
         self.stats = []
         self.found = []
 
@@ -98,9 +96,9 @@ class Machine:
             raise SimError(f"tensor map at a misaligned address {addr:#x}: {w.where()}")
         raw = HOST_BYTES[addr - HOST_BASE : addr - HOST_BASE + 128]
         key = raw.tobytes()
-        t = self.tmaps.get(key)
+        t = self.tensor_maps.get(key)
         if t is None:
-            t = self.tmaps[key] = TensorMap(np.frombuffer(key, u1))
+            t = self.tensor_maps[key] = TensorMap(np.frombuffer(key, u1))
         return t
 
     def compile(self, mod, name):
@@ -123,7 +121,6 @@ class Machine:
             c.static = static
             _compiled[key] = c
         self.mem.static = [(b.ctypes.data, b.ctypes.data + len(b)) for b in c.static]
-        self.compiled[key] = c
         return c
 
     def launch(self, mod, name, grid, block, cluster, smem, params, ranges=()):
@@ -132,7 +129,7 @@ class Machine:
         c = self.compile(mod, name)
         L = Launch()
         L.grid, L.block, L.cluster, L.smem = grid, block, cluster, smem
-        L.pcache = {}
+        L.param_cache = {}
         nb = max(64, len(params))
         buf = np.zeros(nb + 128, u1)
         a = -(-buf.ctypes.data // 64) * 64
@@ -140,12 +137,12 @@ class Machine:
         buf[o : o + len(params)] = np.frombuffer(params, u1)
         L.param_raw = buf[o : o + nb]
         L.param_base = a
-        L.smem_end = c.lay.dyn_base + smem
+        L.smem_end = c.layout.dyn_base + smem
         if L.smem_end > SMEM_BYTES:
             raise SimError(f"{smem} bytes of dynamic shared memory do not fit")
         nthreads = block[0] * block[1] * block[2]
-        if c.k.reqntid and nthreads != int(np.prod(c.k.reqntid)):
-            raise SimError(f"block {block}, kernel requires {c.k.reqntid}")
+        if c.kernel.reqntid and nthreads != int(np.prod(c.kernel.reqntid)):
+            raise SimError(f"block {block}, kernel requires {c.kernel.reqntid}")
         self.mem.set([*list(ranges), (a, a + nb)])
         for k in range(3):
             if grid[k] % cluster[k]:
@@ -293,21 +290,21 @@ class Machine:
             raise SimError(f"{type(e).__name__}: {e} [{cl.cur.where()}]") from e
         for cta in cl.ctas:
             if cta.tmem_allocs:
-                self.warn(f"tensor memory not freed by {comp.k.name[:50]}")
-        return sum(w.nblk for w in warps)
+                self.warn(f"tensor memory not freed by {comp.kernel.name[:50]}")
+        return sum(w.blocks_run for w in warps)
 
     def _async_one(self, cl):
         """run one pending asynchronous operation; in-order within a CTA's tensor pipe"""
         pool = []
-        if cl.async_q:
-            pool.append(cl.async_q)
+        if cl.async_queue:
+            pool.append(cl.async_queue)
         for c in cl.ctas:
-            if c.tcq:
-                pool.append(c.tcq)
+            if c.tensor_queue:
+                pool.append(c.tensor_queue)
         if not pool:
             return False
         q = self.rng.choice(pool) if self.order == "random" else pool[-1]
-        if q is cl.async_q:
+        if q is cl.async_queue:
             k = self.rng.randrange(len(q)) if self.order == "random" else len(q) - 1
             fn = q.pop(k)
         else:
@@ -320,8 +317,8 @@ class Machine:
         lines = [f"{what}; {len(live)} warps stand at:"]
         for w in live:
             lines.append(
-                f"  cta {w.cta.ctaid} warp {w.wid} line {w.line} "
-                + (f"bar {w.waiting_bar[2]} ({w.waiting_bar[0].n}/{w.waiting_bar[0].need}) " if w.waiting_bar else "")
+                f"  cta {w.cta.ctaid} warp {w.index} line {w.line} "
+                + (f"bar {w.waiting_barrier[2]} ({w.waiting_barrier[0].n}/{w.waiting_barrier[0].need}) " if w.waiting_barrier else "")
                 + (f"{w.blocked_on[0]} parity {w.blocked_on[1]} " if w.blocked_on else "")
                 + next((i.text[:90] for b in w.comp.blocks for i in b if i.line == w.line), "")
             )

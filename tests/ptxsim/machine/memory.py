@@ -54,19 +54,19 @@ class Memory:
                 merged.append([s, e])
         self.starts = [x[0] for x in merged]
         self.ends = [x[1] for x in merged]
-        self.c0, self.c1 = 1, 0
+        self.cached_start, self.cached_end = 1, 0
 
     def inside(self, lo, hi):
         k = bisect.bisect_right(self.starts, lo) - 1
         if k >= 0 and hi <= self.ends[k]:
-            self.c0, self.c1 = self.starts[k], self.ends[k]
+            self.cached_start, self.cached_end = self.starts[k], self.ends[k]
             return True
         return False
 
     def verify(self, w, addr, n, q, what):
         a = addr if q is None else addr[q]
         lo, hi = int(a.min()), int(a.max()) + n
-        if lo >= self.c0 and hi <= self.c1:
+        if lo >= self.cached_start and hi <= self.cached_end:
             pass
         elif self.check and not self.inside(lo, hi):
             for lane, x in enumerate(addr):
@@ -94,38 +94,38 @@ class MemoryAccess:
     """Part of Warp: loads, stores and atomics of all spaces, with their checks."""
 
     def fence_proxy(self):
-        self.cl.clock += 1
-        for c in self.cl.ctas:
-            c.fence_t[self.wid + (32 if c is not self.cta else 0)] = self.cl.clock
+        self.cluster.clock += 1
+        for c in self.cluster.ctas:
+            c.fenced_at[self.index + (32 if c is not self.cta else 0)] = self.cluster.clock
 
     def generic_write(self, cta, off):
         """generic-proxy store to shared memory; off: byte offsets"""
-        self.cl.clock += 1
+        self.cluster.clock += 1
         c = off >> 4
-        cta.gwt[c] = self.cl.clock
-        cta.gww[c] = self.wid + (32 if cta is not self.cta else 0)
+        cta.written_at[c] = self.cluster.clock
+        cta.written_by[c] = self.index + (32 if cta is not self.cta else 0)
 
     def async_read(self, cta, chunks):
         """asynchronous proxy reads these 16-byte chunks: their last generic writer, or the warp that issues the reading
         operation, must have executed fence.proxy.async since"""
-        t = cta.gwt[chunks]
-        bad = (t > cta.fence_t[cta.gww[chunks]]) & (t > cta.fence_t[self.wid])
-        if bad.any() and self.m.relay_fences:  # a third warp may have waited for the writer and fenced on its behalf
-            bad &= t > cta.fence_t.max()
+        t = cta.written_at[chunks]
+        bad = (t > cta.fenced_at[cta.written_by[chunks]]) & (t > cta.fenced_at[self.index])
+        if bad.any() and self.machine.relay_fences:  # a third warp may have waited for the writer and fenced on its behalf
+            bad &= t > cta.fenced_at.max()
         if bad.any():
-            self.m.report(
+            self.machine.report(
                 "proxy",
-                f"shared memory written by warp {int(cta.gww[chunks][bad].flat[0])} is read by an asynchronous "
+                f"shared memory written by warp {int(cta.written_by[chunks][bad].flat[0])} is read by an asynchronous "
                 f"operation without fence.proxy.async in between: {self.where()}",
-                (self.comp.k.name, "proxy"),
+                (self.comp.kernel.name, "proxy"),
             )
 
     def ldparam(self, off, sz, n):
         key = (off, sz, n)
-        c = self.cl.launch.pcache
+        c = self.cluster.launch.param_cache
         r = c.get(key)
         if r is None:
-            raw = self.cl.launch.param_raw
+            raw = self.cluster.launch.param_raw
             r = [np.full(32, raw[off + sz * j : off + sz * (j + 1)].view(UINT_OF_SIZE[sz])[0], UINT_OF_SIZE[sz]) for j in range(n)]
             c[key] = r
         return r
@@ -134,17 +134,17 @@ class MemoryAccess:
         """-> (cta, offsets) for shared addresses"""
         a = addr if q is None else np.where(q, addr, addr[int(q.argmax())])
         r = int(a[0]) >> 24
-        if len(self.cl.ctas) == 1:
+        if len(self.cluster.ctas) == 1:
             cta, off = self.cta, a
             if int(a.max()) + nb > SMEM_BYTES:
                 raise SimError(f"shared {what} out of bounds at {int(a.max()):#x}: {self.where()}")
         else:
-            if ((a >> 24) != r).any() or r >= len(self.cl.ctas):
+            if ((a >> 24) != r).any() or r >= len(self.cluster.ctas):
                 raise SimError(f"shared::cluster {what} over several CTAs in one instruction: {self.where()}")
-            cta, off = self.cl.ctas[r], a & 0xFFFFFF
+            cta, off = self.cluster.ctas[r], a & 0xFFFFFF
             if int(off.max()) + nb > SMEM_BYTES:
                 raise SimError(f"shared {what} out of bounds: {self.where()}")
-        lim = self.cl.launch.smem_end
+        lim = self.cluster.launch.smem_end
         if int(off.max()) + nb > lim or int(off.min()) < SMEM_BASE:
             raise SimError(f"shared {what} outside the CTA's {lim - SMEM_BASE} bytes at {int(off.max()):#x}: {self.where()}")
         if (off & u4((nb & -nb) - 1)).any():
@@ -155,36 +155,36 @@ class MemoryAccess:
         nb = sz * n
         cta, off = self._sm(addr, q, nb, "load")
         if n == 1:
-            return (cta.s[sz].take(off >> SIZE_SHIFT[sz]),)
+            return (cta.shared[sz].take(off >> SIZE_SHIFT[sz]),)
         if nb == 16:
-            v = cta.s[16][off >> 4]
+            v = cta.shared[16][off >> 4]
             if sz == 4:
                 return v.T.copy()
             return np.ascontiguousarray(v).view(UINT_OF_SIZE[sz]).T.copy()
         base = off >> SIZE_SHIFT[sz]
-        return [cta.s[sz].take(base + j) for j in range(n)]
+        return [cta.shared[sz].take(base + j) for j in range(n)]
 
     def st_shared(self, addr, sz, vals, q):
         n = len(vals)
         cta, off = self._sm(addr, q, sz * n, "store")
-        self.cl.events += 1
+        self.cluster.events += 1
         self.generic_write(cta, off if q is None else off[q])
         if sz * n > 16:
             self.generic_write(cta, (off if q is None else off[q]) + 16)
         base = off >> SIZE_SHIFT[sz]
         if q is None:
             if sz * n == 16 and sz == 4:
-                cta.s[16][off >> 4] = np.stack(vals, 1)
+                cta.shared[16][off >> 4] = np.stack(vals, 1)
                 return
             for j, v in enumerate(vals):
-                cta.s[sz][base + j] = v
+                cta.shared[sz][base + j] = v
         else:
             for j, v in enumerate(vals):
-                cta.s[sz][base[q] + j] = v[q]
+                cta.shared[sz][base[q] + j] = v[q]
 
     def ld_global(self, addr, sz, n, q):
         nb = sz * n
-        self.m.mem.verify(self, addr, nb, q, "global load")
+        self.machine.mem.verify(self, addr, nb, q, "global load")
         a = addr if q is None else np.where(q, addr, addr[int(q.argmax())])
         base = ((a - u8(HOST_BASE)) >> u8(SIZE_SHIFT[sz])).astype(i8)
         if n == 1:
@@ -193,8 +193,8 @@ class MemoryAccess:
 
     def st_global(self, addr, sz, vals, q):
         n = len(vals)
-        self.m.mem.verify(self, addr, sz * n, q, "global store")
-        self.cl.events += 1
+        self.machine.mem.verify(self, addr, sz * n, q, "global store")
+        self.cluster.events += 1
         base = ((addr - u8(HOST_BASE)) >> u8(SIZE_SHIFT[sz])).astype(i8)
         g = HOST_VIEWS[sz]
         if q is None:
@@ -207,7 +207,7 @@ class MemoryAccess:
 
     def _local(self):
         if self.local is None:
-            self.local = np.zeros((32, max(16, self.comp.lay.local_bytes)), u1)
+            self.local = np.zeros((32, max(16, self.comp.layout.local_bytes)), u1)
         return self.local
 
     def ld_local(self, addr, sz, n, q):
@@ -252,11 +252,11 @@ class MemoryAccess:
         n = len(vals)
         if sh:
             cta, off = self._sm((addr & u8(0xFFFFFFFF)).astype(u4), q, sz * n, "atomic")
-            arr, idx = cta.s[sz], (off >> SIZE_SHIFT[sz]).astype(i8)
+            arr, idx = cta.shared[sz], (off >> SIZE_SHIFT[sz]).astype(i8)
         else:
-            self.m.mem.verify(self, addr, sz * n, q, "atomic")
+            self.machine.mem.verify(self, addr, sz * n, q, "atomic")
             arr, idx = HOST_VIEWS[sz], ((addr - u8(HOST_BASE)) >> u8(SIZE_SHIFT[sz])).astype(i8)
-        self.cl.events += 1
+        self.cluster.events += 1
         nt = {"s32": i4, "u32": u4, "b32": u4, "f32": f4, "u64": u8, "s64": i8, "b64": u8, "f64": f8}.get(ty)
         old = [np.zeros(32, vals[0].dtype) for _ in range(n)]
         for lane in range(32) if q is None else np.nonzero(q)[0]:
@@ -299,7 +299,7 @@ class MemoryAccess:
 
     def ldmatrix(self, addr, n, trans):
         cta, off = self._sm(addr, None if n == 4 else 8 * n > LANE, 16, "ldmatrix")
-        rows = cta.s[16][off[: 8 * n] >> 4]  # [8n, 4]
+        rows = cta.shared[16][off[: 8 * n] >> 4]  # [8n, 4]
         m = np.ascontiguousarray(rows).view(u2).reshape(n, 8, 8)
         if trans:
             m = m.transpose(0, 2, 1)
@@ -311,6 +311,6 @@ class MemoryAccess:
         m = np.stack([np.ascontiguousarray(v).view(u2).reshape(8, 8) for v in vals])
         if trans:
             m = m.transpose(0, 2, 1)
-        cta.s[16][off[: 8 * n] >> 4] = np.ascontiguousarray(m).view(u4).reshape(8 * n, 4)
+        cta.shared[16][off[: 8 * n] >> 4] = np.ascontiguousarray(m).view(u4).reshape(8 * n, 4)
         self.generic_write(cta, off[: 8 * n])
-        self.cl.events += 1
+        self.cluster.events += 1

@@ -28,8 +28,8 @@ class Tcgen05:
             u[c : c + n] = True
             cta.tmem_allocs[c] = n
             c0, off = self._sm(addr, None, 4, "tcgen05.alloc")
-            c0.s[4][int(off[0]) >> 2] = c
-        self.cl.events += 1
+            c0.shared[4][int(off[0]) >> 2] = c
+        self.cluster.events += 1
 
     def tmem_dealloc(self, taddr, ncols, cg):
         c = int(taddr[0]) & 0xFFFF
@@ -81,9 +81,9 @@ class Tcgen05:
         ta = int(taddr[0])
         row0, col0 = ta >> 16, ta & 0xFFFF
         T = self.cta.get_tmem()
-        sub = (self.wid % 4) * 32
+        sub = (self.index % 4) * 32
         if not (sub <= row0 < sub + 32):
-            raise SimError(f"tcgen05.ld of lane {row0} by warp {self.wid} (may read {sub}..{sub + 31}): {self.where()}")
+            raise SimError(f"tcgen05.ld of lane {row0} by warp {self.index} (may read {sub}..{sub + 31}): {self.where()}")
         if pack:
             raise SimError(f"unsupported instruction: pack::16b: {self.where()}")
         if shape == "32x32b":
@@ -97,9 +97,9 @@ class Tcgen05:
         ta = int(taddr[0])
         row0, col0 = ta >> 16, ta & 0xFFFF
         T = self.cta.get_tmem()
-        sub = (self.wid % 4) * 32
+        sub = (self.index % 4) * 32
         if not (sub <= row0 < sub + 32):
-            raise SimError(f"tcgen05.st of lane {row0} by warp {self.wid}: {self.where()}")
+            raise SimError(f"tcgen05.st of lane {row0} by warp {self.index}: {self.where()}")
         if pack:
             raise SimError(f"unsupported instruction: unpack::16b: {self.where()}")
         v = np.stack(vals)
@@ -110,22 +110,22 @@ class Tcgen05:
             rows, cols = self._tm_map(shape, n, half)
             self._tcheck(col0, int(cols.max()) + 1, "tcgen05.st")
             T[rows + row0, cols + col0] = v
-        self.cl.events += 1
+        self.cluster.events += 1
 
     def tc_issue(self, fn):
-        if self.m.order == "eager":
+        if self.machine.order == "eager":
             fn()
         else:
-            self.cta.tcq.append(fn)
+            self.cta.tensor_queue.append(fn)
 
     def tc_commit(self, addr, mc, cg, q):
         for lane in self._lanes(q):
             a = int(addr[lane])
             if mc is None:
-                targets = [a if len(self.cl.ctas) == 1 or a >> 24 else (int(self.sbase) | a)]
+                targets = [a if len(self.cluster.ctas) == 1 or a >> 24 else (int(self.shared_base) | a)]
             else:
                 mk = int(mc[lane])
-                targets = [(r << 24) | (a & 0xFFFFFF) for r in range(len(self.cl.ctas)) if mk >> r & 1]
+                targets = [(r << 24) | (a & 0xFFFFFF) for r in range(len(self.cluster.ctas)) if mk >> r & 1]
 
             def fn(targets=targets):
                 for x in targets:
@@ -133,8 +133,8 @@ class Tcgen05:
                     if b.pend < 1:
                         raise SimError(f"too many arrivals on {b}: {self.where()}")
                     b.pend -= 1
-                    b.check(self.cl)
-                self.cl.events += 1
+                    b.check(self.cluster)
+                self.cluster.events += 1
 
             self.tc_issue(fn)
 
@@ -155,19 +155,19 @@ class Tcgen05:
 
             def fn(d=d, ds=ds, line=line):
                 self.line = line
-                pair = [self.cta] if cg == 1 else [self.cl.ctas[self.cta.rank & ~1], self.cl.ctas[self.cta.rank | 1]]
+                pair = [self.cta] if cg == 1 else [self.cluster.ctas[self.cta.rank & ~1], self.cluster.ctas[self.cta.rank | 1]]
                 for cta in pair:
                     base, lbo, sbo, s = self._desc100(ds)
                     n = max(rows, 8)
                     idx = ops.swizzle(ops.rel_chunks(s, False, n, bits // 8, lbo, sbo, 1)[:rows] + base, s)
                     self.async_read(cta, idx)
-                    x = np.ascontiguousarray(cta.s[16][idx]).reshape(rows, bits // 32)
+                    x = np.ascontiguousarray(cta.shared[16][idx]).reshape(rows, bits // 32)
                     r0, c0 = d >> 16, d & 0xFFFF
                     self._tcheck(c0, bits // 32, "tcgen05.cp")
                     T = cta.get_tmem()
                     for dst, src, k in place:
                         T[r0 + dst : r0 + dst + k, c0 : c0 + bits // 32] = x[src : src + k]
-                self.cl.events += 1
+                self.cluster.events += 1
 
             self.tc_issue(fn)
 
@@ -230,13 +230,12 @@ class Tcgen05:
         if cg == 1:
             self._mma_part(self.cta, M, N, K, d, a, b, at, bt, es, ta, tb, ts, ws, dfmt, en, sgn)
         else:
-            pair = [self.cl.ctas[self.cta.rank & ~1], self.cl.ctas[self.cta.rank | 1]]
+            pair = [self.cluster.ctas[self.cta.rank & ~1], self.cluster.ctas[self.cta.rank | 1]]
             if ws or M not in (128, 256):
                 raise SimError(f"unsupported instruction: cta_group::2 M={M}: {self.where()}")
             bm = np.concatenate([self._opnd100(c, b, tb, N // 2, K, bt, es) for c in pair])
             for c in pair:
                 self._mma_part(c, M // 2, N, K, d, a, b, at, bt, es, ta, tb, ts, ws, dfmt, en, sgn, bm, M == 128)
-        self.m.n_mma += 1
 
     def _mma_part(self, cta, M, N, K, d, a, b, at, bt, es, ta, tb, ts, ws, dfmt, en, sgn, bm=None, split=False):
         T = cta.get_tmem()
@@ -304,4 +303,4 @@ class Tcgen05:
                 if en:
                     v = v + (T[tr, tc] & 0xFFFF).astype(u2).view(f2).astype(f4)
                 T[tr, tc] = v.astype(f2).view(u2).astype(u4)
-        self.cl.events += 1
+        self.cluster.events += 1

@@ -59,16 +59,16 @@ class TensorMap:
         self.rows = rows
         # outer coordinates of each box row
         idx = np.arange(rows)
-        self.rc = []
+        self.row_coordinates = []
         for b in self.box[1:]:
-            self.rc.append(idx % b)
+            self.row_coordinates.append(idx % b)
             idx = idx // b
 
     def _rows(self, c):
         ok = np.ones(self.rows, bool)
         off = np.zeros(self.rows, i8)
         for k in range(1, self.rank):
-            x = self.rc[k - 1] + c[k]
+            x = self.row_coordinates[k - 1] + c[k]
             ok &= (x >= 0) & (x < self.dims[k])
             off += x * self.strides[k]
         lo, hi = max(0, c[0]), min(self.dims[0], c[0] + self.box[0])

@@ -17,34 +17,32 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
     """32 lanes. `groups` holds [block, mask or None] for each set of lanes that stand together."""
 
     def __init__(self, cta, wid, nthreads):
-        self.cta, self.cl, self.m = cta, cta.cl, cta.cl.m
-        self.wid = wid
+        self.cta, self.cluster, self.machine = cta, cta.cluster, cta.cluster.machine
+        self.index = wid
         self.line = 0
-        comp = self.cl.comp
+        comp = self.cluster.comp
         self.comp = comp
-        L = self.cl.launch
-        self.R = [comp.zero[r.storage] for r in comp.k.regs]
+        L = self.cluster.launch
+        self.R = [comp.zero[r.storage] for r in comp.kernel.regs]
         alive = np.arange(32) + wid * 32 < nthreads
         self.alive = alive
         self.groups = [[0, None if alive.all() else alive]]
-        self.full_alive = bool(alive.all())
         self.done = False
         self.sleep = False
-        self.waiting_bar = None
-        self.cl_arr = self.cl_waits = 0
+        self.waiting_barrier = None
+        self.cluster_arrivals = self.cluster_waits = 0
         self.bulk_open, self.bulk_groups = [], []
-        self.wg_open, self.wg_groups = [], []
+        self.wgmma_open, self.wgmma_groups = [], []
         self.soft_blocked = False
         self.give_false = False
         self.blocked_on = None
         self.param_base = L.param_base
-        self.sbase = u4(cta.rank << 24)
+        self.shared_base = u4(cta.rank << 24)
         self.local = None
-        self.nblk = 0
-        self.state = "run"
+        self.blocks_run = 0
         bx, by, _bz = L.block
         t = np.arange(32) + wid * 32
-        S = self.sreg = {}
+        S = self.special = {}
 
         def f(v):
             return np.full(32, v, u4)
@@ -64,13 +62,13 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
         S["%cluster_ctarank"] = f(cta.rank)
         S["%cluster_nctarank"] = f(L.cluster[0] * L.cluster[1] * L.cluster[2])
         lin = cta.ctaid[0] + L.grid[0] * (cta.ctaid[1] + L.grid[1] * cta.ctaid[2])
-        S["%smid"] = f(lin % self.m.sms)
-        S["%nsmid"] = f(self.m.sms)
+        S["%smid"] = f(lin % self.machine.sms)
+        S["%nsmid"] = f(self.machine.sms)
         S["%gridid"] = np.full(32, 1, u8)
-        S["%is_explicit_cluster"] = np.full(32, len(self.cl.ctas) > 1)
+        S["%is_explicit_cluster"] = np.full(32, len(self.cluster.ctas) > 1)
         S["%dynamic_smem_size"] = f(L.smem)
-        S["%total_smem_size"] = f(L.smem + comp.lay.static_bytes)
-        S["%aggr_smem_size"] = f(L.smem + comp.lay.static_bytes)
+        S["%total_smem_size"] = f(L.smem + comp.layout.static_bytes)
+        S["%aggr_smem_size"] = f(L.smem + comp.layout.static_bytes)
         S["WARP_SZ"] = f(32)
         one = np.uint64(1)
         l8 = LANE.astype(u8)
@@ -82,7 +80,7 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
 
     def where(self):
         txt = next((i.text[:110] for b in self.comp.blocks for i in b if i.line == self.line), "")
-        return f"kernel {self.comp.k.name[:60]} cta {self.cta.ctaid} warp {self.wid} line {self.line}: {txt}"
+        return f"kernel {self.comp.kernel.name[:60]} cta {self.cta.ctaid} warp {self.index} line {self.line}: {txt}"
 
     def run(self, budget):
         comp, R = self.comp, self.R
@@ -103,7 +101,7 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
                     return progress
                 g = min(cand, key=lambda x: x[0])
             pc, m = g
-            self.nblk += 1
+            self.blocks_run += 1
             if m is None:
                 f = full[pc] or comp.get(pc, False)
                 r = f(self, R)
@@ -144,7 +142,7 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
                 continue
             if r == BLOCK:
                 self.hardblock = True
-                if len(gs) == 1 or not self.cl.desperate:
+                if len(gs) == 1 or not self.cluster.desperate:
                     return progress
                 held.add(id(g))
                 continue
@@ -159,7 +157,6 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
                 gs.remove(g)
                 mm = np.ones(32, bool) if m is None else m
                 self.alive = self.alive & ~mm
-                self.full_alive = False
                 if not gs:
                     self.finish()
                     return True
@@ -171,7 +168,6 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
     def enter(self, pc, mm):
         if pc == EXIT:
             self.alive = self.alive & ~mm
-            self.full_alive = False
             return
         for g in self.groups:
             if g[0] == pc:
@@ -182,7 +178,7 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
 
     def finish(self):
         self.done = True
-        self.cl.events += 1
+        self.cluster.events += 1
         for gidx in (self.bulk_open, *self.bulk_groups):
             for fn in gidx:
                 fn()
@@ -202,7 +198,7 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
         raise SimError(f"trap / assertion: {self.where()}")
 
     def warn(self, s):
-        self.m.warn(s)
+        self.machine.warn(s)
 
     def clock64(self):
-        return np.full(32, self.m.tick(), u8)
+        return np.full(32, self.machine.tick(), u8)

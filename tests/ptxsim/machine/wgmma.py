@@ -16,23 +16,23 @@ class Wgmma:
         A = [np.array(x) for x in A] if ra else int(A[0])
         B = int(B[0])
         acc = bool(sd[0])
-        if self.m.order == "eager":
+        if self.machine.order == "eager":
             self._wgmma(R, key, A, B, acc)
         else:
-            self.wg_open.append((key, A, B, acc))
+            self.wgmma_open.append((key, A, B, acc))
 
     def wgmma_commit(self):
-        self.wg_groups.append(self.wg_open)
-        self.wg_open = []
+        self.wgmma_groups.append(self.wgmma_open)
+        self.wgmma_open = []
 
     def wgmma_wait(self, n, R):
-        while len(self.wg_groups) > n:
-            for k, A, B, acc in self.wg_groups.pop(0):
+        while len(self.wgmma_groups) > n:
+            for k, A, B, acc in self.wgmma_groups.pop(0):
                 self._wgmma(R, k, A, B, acc)
 
     def _wgmma(self, R, key, A, B, acc):
         didx, dst, N, dt, at, bt, imm, ra = key
-        s16 = self.cta.s[16]
+        s16 = self.cta.shared[16]
         es = EBYTES[at]
         K = 32 // es
         sa, sb_ = (imm[0], imm[1])
@@ -44,7 +44,7 @@ class Wgmma:
         else:
             if len(imm) > 2:
                 ta, tb = imm[2], imm[3]
-            a = self._opnd90(s16, A, ta, 16, K, at, es, self.wid % 4)
+            a = self._opnd90(s16, A, ta, 16, K, at, es, self.index % 4)
         b = self._opnd90(s16, B, tb, N, K, bt, es, 0)
         d = a @ b.T
         if sa * sb_ < 0:
@@ -87,9 +87,9 @@ class Wgmma:
         return self._gather(self.cta, rel, base, s, trans, ty, es)
 
     def _gather(self, cta, rel, base, s, trans, ty, es):
-        s16 = cta.s[16]
+        s16 = cta.shared[16]
         idx = ops.swizzle(rel + base, s)
-        if int(idx.max()) * 16 + 16 > self.cl.launch.smem_end or int(idx.min()) * 16 < SMEM_BASE:
+        if int(idx.max()) * 16 + 16 > self.cluster.launch.smem_end or int(idx.min()) * 16 < SMEM_BASE:
             raise SimError(f"matrix descriptor reaches outside shared memory: {self.where()}")
         self.async_read(cta, idx)
         x = s16[idx].reshape(idx.shape[0], -1).view({1: u1, 2: u2, 4: u4}[es])

@@ -31,21 +31,20 @@ class Compiled:
     """One kernel, ready to run."""
 
     def __init__(self, kernel, module, layout):
-        self.k, self.mod, self.lay = kernel, module, layout
+        self.kernel, self.mod, self.layout = kernel, module, layout
         self.consts = []
         self.const_key = {}
         self._storage()
         self._blocks()
         self.full = [None] * len(self.blocks)
         self.masked = [None] * len(self.blocks)
-        self.ns = None
-        self.src = {}
+        self.namespace = None
 
     def _storage(self):
-        for r in self.k.regs:
+        for r in self.kernel.regs:
             r.storage = STO.get(r.type)
             r.fvotes = r.ivotes = 0
-        for i in self.k.instrs:
+        for i in self.kernel.instrs:
             ty = i.parts[-1]
             base = i.parts[0]
             if base in ("mov", "ld", "st", "ldu", "tcgen05", "shfl", "wgmma", "mma", "elect"):
@@ -69,7 +68,7 @@ class Compiled:
                         r.fvotes += 1
                     else:
                         r.ivotes += 1
-        for r in self.k.regs:
+        for r in self.kernel.regs:
             if r.fvotes > r.ivotes:
                 if r.storage == "u":
                     r.storage = "f"
@@ -77,9 +76,9 @@ class Compiled:
                     r.storage = "x"
 
     def _blocks(self):
-        ins = self.k.instrs
+        ins = self.kernel.instrs
         starts = {0}
-        for _, n in self.k.labels.items():
+        for _, n in self.kernel.labels.items():
             starts.add(n)
         for n, i in enumerate(ins):
             if i.parts[0] in ("bra", "ret", "exit", "trap", "brx"):
@@ -89,19 +88,19 @@ class Compiled:
                 if i.pred is not None:
                     starts.add(n + 1)
         st = sorted(s for s in starts if s <= len(ins))
-        self.bstart = [s for s in st if s < len(ins)]
-        self.bof = {s: b for b, s in enumerate(self.bstart)}
+        self.block_starts = [s for s in st if s < len(ins)]
+        self.block_at = {s: b for b, s in enumerate(self.block_starts)}
         self.blocks = []
-        for b, s in enumerate(self.bstart):
-            e = self.bstart[b + 1] if b + 1 < len(self.bstart) else len(ins)
+        for b, s in enumerate(self.block_starts):
+            e = self.block_starts[b + 1] if b + 1 < len(self.block_starts) else len(ins)
             self.blocks.append(ins[s:e])
         self.end_block = len(self.blocks)
 
     def target(self, i, name):
         for sc in reversed(i.scopes):
-            n = self.k.labels.get((sc, name))
+            n = self.kernel.labels.get((sc, name))
             if n is not None:
-                return self.bof.get(n, -2)
+                return self.block_at.get(n, -2)
         raise PtxError(f"unknown label {name} at line {i.line}")
 
     def const(self, arr, key):
@@ -118,12 +117,11 @@ class Compiled:
         if f is None:
             g = Generator(self, b, masked)
             src = g.source()
-            if self.ns is None:
-                self.ns = {**vars(formats), **vars(ops), "np": np, "where": np.where, "C": self.consts}
+            if self.namespace is None:
+                self.namespace = {**vars(formats), **vars(ops), "np": np, "where": np.where, "C": self.consts}
             name = f"_{'m' if masked else 'f'}{b}"
-            exec(compile(src, f"<ptx {self.k.name[:40]} block {b}>", "exec"), self.ns)
-            f = tab[b] = self.ns[name]
-            self.src[(b, masked)] = src
+            exec(compile(src, f"<ptx {self.kernel.name[:40]} block {b}>", "exec"), self.namespace)
+            f = tab[b] = self.namespace[name]
         return f
 
 
@@ -155,5 +153,5 @@ class Generator(Operands, ArithmeticInstructions, MemoryInstructions, WarpInstru
         h = getattr(self, "h_" + i.parts[0].split("::")[0], None)
         if h is None:
             self.bad()
-        self.q_ = None if i.parts[0] in ("bra", "ret", "exit", "trap") else self.mask()
+        self.lanes = None if i.parts[0] in ("bra", "ret", "exit", "trap") else self.mask()
         h(i, i.parts, i.args)

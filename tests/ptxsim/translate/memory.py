@@ -46,10 +46,10 @@ class MemoryInstructions:
         sz = TYPE_SIZE[ty]
         e, w = self.addr(a[1])
         signed = ty[0] == "s"
-        q = self.q_ or "None"
+        q = self.lanes or "None"
         if sp == "param":
             if a[1][1][0] == "s":
-                off = self.c.k.param_off.get(a[1][1][1])
+                off = self.c.kernel.param_offsets.get(a[1][1][1])
                 if off is None:
                     self.bad("param symbol")
                 self.emit(f"t=w.ldparam({off + a[1][2]},{sz},{n})")
@@ -125,7 +125,7 @@ class MemoryInstructions:
         if red:
             self.guard(call)
         else:
-            q = self.q_ or "None"
+            q = self.lanes or "None"
             self.emit("t=" + call.replace("%M", q))
             dsts = a[0][1] if a[0][0] == "v" else [a[0]]
             for j, d in enumerate(dsts):
@@ -169,7 +169,7 @@ class MemoryInstructions:
                     self.bad()
             elif rest:
                 cnt = self.rd(rest[0], "u", True)
-            q = self.q_
+            q = self.lanes
             call = f"w.mbar_arrive({self.saddr_any(ad)},{cnt},{txb},{k == 'arrive_drop'},%M)"
             if d is not None and d[0] == "r":
                 self.emit("t=" + call.replace("%M", q or "None"))
@@ -183,7 +183,7 @@ class MemoryInstructions:
         elif k in ("try_wait", "test_wait"):
             par = "parity" in p
             st = self.rd(a[2], "u" if par else "U", True)
-            q = self.q_ or "None"
+            q = self.lanes or "None"
             self.emit(f"t=w.mbar_wait({self.saddr_any(a[1])},{st},{par},{k == 'try_wait'},{q})")
             self.emit(f"if t is None: return {BLOCK}")
             self.wr(a[0], "t", "p")

@@ -17,7 +17,7 @@ class Operands:
     def __init__(self, comp, b, masked):
         self.c, self.b, self.masked = comp, b, masked
         self.out = []
-        self.q = None
+        self.lanes = None
 
     def emit(self, s):
         self.out.append(s)
@@ -81,23 +81,23 @@ class Operands:
 
     def sym(self, name, off=0):
         """symbol or special register -> (expr, storage)"""
-        lay = self.c.lay
+        lay = self.c.layout
         if name.startswith("%") or name in ("WARP_SZ",):
             if name in ("%clock64", "%globaltimer"):
                 return "w.clock64()", "U"
             if name in ("%clock", "%clock_hi", "%globaltimer_lo", "%globaltimer_hi"):
                 return "w.clock64().astype(u4)", "u"
             if name == "%is_explicit_cluster":
-                return "w.sreg['%is_explicit_cluster']", "p"
+                return "w.special['%is_explicit_cluster']", "p"
             if name in ("%gridid",) or name.startswith("%lanemask"):
-                return f"w.sreg[{name!r}]", "u" if "mask" in name else "U"
-            return f"w.sreg[{name!r}]", "u"
-        if name in self.c.k.param_off:
-            v = self.c.k.param_off[name] + off
+                return f"w.special[{name!r}]", "u" if "mask" in name else "U"
+            return f"w.special[{name!r}]", "u"
+        if name in self.c.kernel.param_offsets:
+            v = self.c.kernel.param_offsets[name] + off
             return self.const(np.full(32, v, u8), ("U", v)), "U"
         if name in lay.shared:
             v = lay.shared[name] + off
-            return f"(w.sbase+u4({v}))", "u"
+            return f"(w.shared_base+u4({v}))", "u"
         if name in lay.local:
             return self.const(np.full(32, lay.local[name] + off, u8), ("U", lay.local[name] + off)), "U"
         if name in lay.glob:
@@ -167,7 +167,7 @@ class Operands:
             self.bad("destination")
         r = a[1]
         e = self.conv(e, have, r.storage) if have != r.storage else e
-        q = self.q_
+        q = self.lanes
         if q is None:
             self.emit(f"R[{r.idx}]={e}")
         elif r.storage == "x":
@@ -206,7 +206,7 @@ class Operands:
 
     def guard(self, s):
         """side-effecting call: s takes the mask as its last argument"""
-        q = self.q_
+        q = self.lanes
         if q is None:
             self.emit(s.replace("%M", "None"))
         else:

@@ -53,7 +53,7 @@ class Kernel:
     def __init__(self, name):
         self.name = name
         self.params = []  # (name, size, offset)
-        self.param_off = {}
+        self.param_offsets = {}
         self.param_bytes = 0
         self.regs = []
         self.instrs = []
@@ -99,8 +99,7 @@ class _FnParser:
     def __init__(self, kern, module):
         self.k, self.m = kern, module
         self.scopes = [({}, 0)]
-        self.nscope = 1
-        self.pending = []  # (instr, scope id chain)
+        self.num_scopes = 1
 
     def find(self, name):
         for d, _ in reversed(self.scopes):
@@ -304,7 +303,7 @@ def _parse(mod, text):
                     al = max(int(a.group(1)) if a else 1, es)
                     off = (off + al - 1) // al * al
                     k.params.append((nm2.group(1), es * cnt, off))
-                    k.param_off[nm2.group(1)] = off
+                    k.param_offsets[nm2.group(1)] = off
                     off += es * cnt
             k.param_bytes = off
             rm = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", h)
@@ -344,8 +343,8 @@ def _parse_body(mod, k, lines, li):
                 if ch == "{":
                     depth += 1
                     if depth > 1:
-                        fp.scopes.append(({}, fp.nscope))
-                        fp.nscope += 1
+                        fp.scopes.append(({}, fp.num_scopes))
+                        fp.num_scopes += 1
                     i += 1
                     continue
                 if ch == "}":

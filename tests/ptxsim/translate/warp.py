@@ -71,7 +71,7 @@ class WarpInstructions:
     def h_vote(self, i, p, a):
         self.conv_check(i, a[2])
         c = self.rd(a[1], "p")
-        act = self.q_ or "True"
+        act = self.lanes or "True"
         mode = p[2]
         if mode == "ballot":
             self.wr(a[0], f"np.full(32,ballot({c}&{act}),u4)", "u")
@@ -83,12 +83,12 @@ class WarpInstructions:
             self.wr(a[0], f"np.full(32,({c}|~np.asarray({act})).all() or not ({c}&{act}).any())", "p")
 
     def h_activemask(self, i, p, a):
-        self.wr(a[0], f"np.full(32,ballot({self.q_ or 'np.ones(32,bool)'}),u4)", "u")
+        self.wr(a[0], f"np.full(32,ballot({self.lanes or 'np.ones(32,bool)'}),u4)", "u")
 
     def h_match(self, i, p, a):
         self.conv_check(i, a[2])
         w = WANT[p[-1]]
-        act = self.q_ or "np.ones(32,bool)"
+        act = self.lanes or "np.ones(32,bool)"
         d = a[0]
         dd, pp = (d[1], d[2]) if d[0] == "p" else (d, ("_",))
         self.emit(f"t,t1=match_({p[1]!r},{self.rd(a[1], w, True)},{act})")
@@ -98,14 +98,14 @@ class WarpInstructions:
 
     def h_elect(self, i, p, a):
         self.conv_check(i, a[1])
-        act = self.q_
+        act = self.lanes
         self.emit(f"t=first_lane({act})" if act else "t=0")
         self.wr(a[0][1], "np.full(32,t,u4)", "u")
         self.wr(a[0][2], "(LANE==t)", "p")
 
     def h_redux(self, i, p, a):
         self.conv_check(i, a[2])
-        act = self.q_ or "None"
+        act = self.lanes or "None"
         w = WANT[p[-1]]
         self.wr(a[0], f"redux({p[2]!r},{self.rd(a[1], w, True)},{act},{'NaN' in p},{'abs' in p})", w)
 
@@ -124,13 +124,13 @@ class WarpInstructions:
         bid = self.rd(a[0], "u", True)
         cnt = self.rd(a[1], "u", True) if len(a) > 1 else "None"
         if i.pred is not None:
-            self.emit(f"if {self.q_}.any():")
+            self.emit(f"if {self.lanes}.any():")
             pre = " "
         else:
             pre = ""
         if self.masked and "arrive" not in p and i.pred is None:
             self.emit(f"if w.missing(m,None): return {CONV}")
-        mm = self.q_ or "None"
+        mm = self.lanes or "None"
         if "arrive" in p:
             self.emit(pre + f"w.bar_arrive({bid},{cnt},{mm})")
         else:
