@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv, from constraints.txt, on a machine with nothing but Python 3.11 or newer.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format check-kernels ptxsim bench tables sanitize clean
+.PHONY: help demo notebooks test test-all lint format check-kernels ptxsim bench tables sanitize clean
 SHELL := /bin/bash
 
 VENV := .venv
@@ -23,6 +23,7 @@ ARGS ?=
 
 help:
 	@echo 'make demo           a real text through a stack of M3 attention layers, reference and Triton side by side (ARGS="--text FILE")'
+	@echo 'make notebooks      notebooks/*.py as executed .ipynb files in build/notebooks'
 	@echo 'make test           lint, types, and the tests that CI runs (about a quarter of an hour on 2 cores)'
 	@echo 'make check-kernels  every Triton kernel for every architecture, with the oldest and the newest supported Triton'
 	@echo 'make ptxsim         installs the CuTe DSL too, and runs the tests of the interpreter that executes its kernels on a CPU'
@@ -47,6 +48,14 @@ $(VENV)/triton-%/.ready: $(VENV)/.ready
 
 demo: $(VENV)/.ready
 	$(BIN)/m3attn demo $(ARGS)
+
+notebooks: $(VENV)/.ready
+	$(PIP) --no-build-isolation --editable '.[notebooks]'
+	mkdir -p build/notebooks
+	for notebook in notebooks/*.py; do \
+		$(BIN)/jupytext --quiet --to ipynb --output build/notebooks/"$$(basename "$$notebook" .py)".ipynb "$$notebook" || exit 1; \
+	done
+	$(BIN)/jupyter-execute --inplace build/notebooks/*.ipynb
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

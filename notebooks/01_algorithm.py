@@ -107,6 +107,7 @@ for group, panel in enumerate(panels):
     panel.set(title=f"score, KV group {group}", xlabel=f"block of {BLOCK} positions")
 panels[0].set_ylabel("query position")
 figure.colorbar(image, ax=panels, label="best index product in the block")
+plt.show()
 
 # %% [markdown]
 # The bright edge is the query's own block: a token resembles itself. Bright spots far from the edge are passages that look like what is being read.
@@ -150,6 +151,7 @@ for group, panel in enumerate(panels):
     panel.imshow(chosen[group].cpu(), aspect="auto", interpolation="nearest", cmap="Blues", extent=(0, T // BLOCK, T, 0))
     panel.set(title=f"chosen, KV group {group}", xlabel=f"block of {BLOCK} positions")
 panels[0].set_ylabel("query position")
+plt.show()
 
 # %% [markdown]
 # The first K blocks of queries choose everything they see: there the step is dense attention. From then on the dark area per row is constant, and so
@@ -198,6 +200,7 @@ panel.plot(share.cpu(), label="share of the visible blocks that is read")
 panel.set(xlabel="query position", ylabel="share", ylim=(0, 1.05))
 panel.legend()
 print(f"mean mass over the second half of the text: {float(mass[T // 2 :].mean()):.2f}")
+plt.show()
 
 # %% [markdown]
 # These weights were never trained, so main and index branch agree on little and the mass stays near the share of blocks read. Training is what raises
@@ -236,6 +239,7 @@ for which, (panel, unit) in enumerate(zip(panels, ("multiply-adds", "bytes read"
     panel.loglog(n, parts["index"][which] + parts["sparse"][which], label="index + chosen")
     panel.set(xlabel="context length", ylabel=f"{unit} per token and layer")
     panel.legend()
+plt.show()
 
 # %%
 for length in (8192, 131072, 1048576):
@@ -271,7 +275,7 @@ def check_1(exercise) -> bool:
     return verdict(exercise(K, BLOCK), exercise(K, BLOCK) == int(left_out.nonzero()[0]) and exercise(16, 128) == 2048)
 
 
-check_1(exercise_1)
+solved_1 = check_1(exercise_1)
 
 # %% [markdown]
 # **2.** `init_blocks=2` reserves places for blocks 0 and 1 (after the own block, while K lasts). Write `select` with this option.
@@ -289,7 +293,7 @@ def check_2(exercise) -> bool:
     return verdict(pairs[-1][0], all(given == right for given, right in pairs))
 
 
-check_2(exercise_2)
+solved_2 = check_2(exercise_2)
 
 # %% [markdown]
 # **3.** From which context length on (a power of two) does the index branch of M3 read more bytes per token than the chosen blocks?
@@ -306,4 +310,4 @@ def check_3(exercise) -> bool:
     return verdict(exercise(), exercise() == int(n[parts["index"][1] > parts["sparse"][1]][0]))
 
 
-check_3(exercise_3)
+solved_3 = check_3(exercise_3)

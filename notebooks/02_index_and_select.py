@@ -131,6 +131,7 @@ for column, (start, _, logits, best, _) in enumerate(steps):
 panels[0, 0].set_ylabel("logits: (token, head)")
 panels[1, 0].set_ylabel("best: (token, head)")
 figure.colorbar(image, ax=panels, label="index product")
+plt.show()
 
 # %% [markdown]
 # ## Run and check
@@ -229,6 +230,7 @@ panel.semilogy([top - bottom for bottom, top, _, _ in intervals], "o-", base=2)
 for step, (bottom, top, _, count) in enumerate(intervals):
     panel.annotate(count, (step, top - bottom), xytext=(3, 5), textcoords="offset points", fontsize=9)
 panel.set(xlabel="step", ylabel="width of the interval", title="the interval that holds the threshold, and how many blocks reach its middle")
+plt.show()
 
 # %% [markdown]
 # This row is a bad case: several blocks share the K-th score, the count never is exactly K, and the interval must shrink to a single integer. Without
@@ -309,7 +311,7 @@ def check_1(exercise) -> bool:
     return verdict(given, given is not None and torch.equal(given, scores))
 
 
-check_1(exercise_1)
+solved_1 = check_1(exercise_1)
 
 # %% [markdown]
 # **2.** How many steps can the bisection of `kth_largest` take at most, for any scores?
@@ -328,7 +330,7 @@ def check_2(exercise) -> bool:
     return verdict(exercise(), exercise() == most)
 
 
-check_2(exercise_2)
+solved_2 = check_2(exercise_2)
 
 # %% [markdown]
 # **3.** How many tiles of keys does the program of row tile `tile` walk in `index_score_prefill_kernel`, if one program scores all blocks?
@@ -346,4 +348,4 @@ def check_3(exercise) -> bool:
     return verdict(given, given == len(steps) and exercise(1, T, LENGTH, BLOCK_T, BLOCK_N) == 10 and exercise(2, 100, 1000, 32, 64) == 16)
 
 
-check_3(exercise_3)
+solved_3 = check_3(exercise_3)

@@ -118,6 +118,7 @@ for edge in range(1, K):
 panels[0].set(title="p of each tile, relative to the maximum so far", xlabel="key, in the order walked", ylabel="head", yticks=range(G))
 panels[1].plot([float((out - final).norm() / final.norm()) for _, out in history], "o-")
 panels[1].set(title="distance from the final output", xlabel="step", ylabel="relative", xticks=range(K))
+plt.show()
 
 # %% [markdown]
 # Each step's `accumulator / running_sum` is the exact attention over the tiles so far; the last is the answer. Against the reference in fp64:
@@ -198,6 +199,7 @@ for s in range(K):
     bottom += share
 panel.set(title="what each split weighs in the merge", xlabel="query head", ylabel="exp(lse of split - lse)", xticks=range(HQ))
 panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+plt.show()
 
 # %% [markdown]
 # The decode kernel differs from prefill in where it starts and stops, and in what it writes:
@@ -270,7 +272,7 @@ def check_1(exercise) -> bool:
     return verdict(given, given is not None and all(torch.allclose(g, r) for g, r in zip(given, right, strict=True)))
 
 
-check_1(exercise_1)
+solved_1 = check_1(exercise_1)
 
 # %% [markdown]
 # **2.** How many programs does decode of one token on M3 (4 KV groups, K = 16 blocks of 128) run if `programs` is 512 and `block_n` is 128?
@@ -288,7 +290,7 @@ def check_2(exercise) -> bool:
     return verdict(exercise(), exercise() == 4 * splits)
 
 
-check_2(exercise_2)
+solved_2 = check_2(exercise_2)
 
 # %% [markdown]
 # **3.** The attention sink is one more logit per row whose value is 0. Apply it afterwards, from `out`, `lse` and the sink's logit alone.
@@ -307,4 +309,4 @@ def check_3(exercise) -> bool:
     return verdict(given, given is not None and torch.allclose(given, right))
 
 
-check_3(exercise_3)
+solved_3 = check_3(exercise_3)

@@ -50,6 +50,7 @@ panel.set(
     ylabel="gap to the next, relative",
     title=f"{len(positive)} positive values, {float(positive[0]):.4f} to {float(positive[-1]):.0f}",
 )
+plt.show()
 
 # %% [markdown]
 # Between 2^-6 and 448 a rounding is off by at most 1/16 of the value; below, gaps no longer shrink with the value. A **scale** moves data into the
@@ -114,6 +115,7 @@ for name, x in (("k", k), ("v / 64", v / 64)):
     panel.axvline(float(x.abs().max()) / 448, color=line.get_color(), linestyle="--", label=f"largest {name} / 448")
 panel.set(xlabel="scale", ylabel="relative error")
 panel.legend()
+plt.show()
 
 # %% [markdown]
 # The floor is wide: e4m3 is a floating-point format, so any scale does that keeps the largest value below 448 and the usual ones above 2^-6. That is
@@ -168,6 +170,7 @@ for number, what in enumerate(("data", "arithmetic", "together")):
     panel.bar([i + (number - 1) * 0.27 for i in range(4)], [max(errors[mode][number], 1e-16) for mode in modes], width=0.27, label=what)
 panel.set(yscale="log", ylim=(1e-4, 1), ylabel="relative error of the output", xticks=range(4), xticklabels=modes)
 panel.legend(ncols=3)
+plt.show()
 
 # %% [markdown]
 # Storing K and V in e4m3 costs far more than multiplying in it: mode fp8 adds the rounding of q to widen's error, and next to nothing by its
@@ -207,6 +210,7 @@ kept_margin, lost_margin = margin[:, late][~lost[:, late]].cpu().numpy(), margin
 panel.hist([kept_margin, lost_margin], bins=40, range=(0, 40), stacked=True, label=["kept", "lost to fp8"])
 panel.set(xlabel="score above the K-th of the row", ylabel="chosen blocks", yscale="log")
 panel.legend()
+plt.show()
 
 # %% [markdown]
 # The blocks that are lost sit next to the K-th score: near-ties, where the exact choice was nearly arbitrary too.
@@ -241,6 +245,7 @@ panel.barh(list(cases), [relative(out, with_sink) for out in cases.values()])
 panel.axvline(errors["fp8"][2], color="black", linestyle="--", label="fp8 without a sink")
 panel.set(xlabel="relative error of the output", xlim=(0, None))
 panel.legend()
+plt.show()
 
 # %% [markdown]
 # ## Exercises
@@ -270,7 +275,7 @@ def check_1(exercise) -> bool:
     return verdict(exercise(), exercise() == tuple(sizes))
 
 
-check_1(exercise_1)
+solved_1 = check_1(exercise_1)
 
 # %% [markdown]
 # **2.** What is the smallest power of two that a weight p can be without becoming 0 in e4m3, (a) as it is, (b) scaled by 2^8 first?
@@ -288,7 +293,7 @@ def check_2(exercise) -> bool:
     return verdict(exercise(), exercise() == smallest)
 
 
-check_2(exercise_2)
+solved_2 = check_2(exercise_2)
 
 # %% [markdown]
 # **3.** Write the dynamic scale per row: the largest magnitude of a row, at least 2^-100, over 448, in fp32.
@@ -307,4 +312,4 @@ def check_3(exercise) -> bool:
     return verdict(given, given is not None and torch.allclose(given, m3attn.quantize_fp8(x, scale="row")[1], rtol=1e-6, atol=0))
 
 
-check_3(exercise_3)
+solved_3 = check_3(exercise_3)
