@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from . import hooks, programs, stub
 from .errors import SimError
+from .machine.capture import Capture
 from .machine.machine import Machine
 
 _active: "device | None" = None
@@ -130,13 +131,19 @@ class device:
         self.arch = arch
         self.torch_cuda = torch_cuda
         self.edit = edit
-        self.machine = Machine(hooks.ARCHS[arch].num_sms, order, seed, fill, check_bounds, verbose)
         if capture is None and os.environ.get("PTXSIM_CAPTURE"):
             capture = os.environ["PTXSIM_CAPTURE"]
             tag = re.sub(r"[^A-Za-z0-9]+", "_", os.environ.get("PYTEST_CURRENT_TEST", "x").split("::")[-1])[:60] + "-"
-        self.machine.capture, self.machine.tag = capture, tag
-        self.machine.cubin_of = programs.cubin_of
-        self.machine.hazards = hazards
+        self.machine = Machine(
+            hooks.ARCHS[arch].num_sms,
+            order,
+            seed,
+            fill,
+            check_bounds,
+            verbose,
+            hazards=hazards,
+            capture=Capture(capture, tag, programs.cubin_of) if capture else None,
+        )
 
     @property
     def hazards(self) -> list[tuple[str, str]]:

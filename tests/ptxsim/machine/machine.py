@@ -3,62 +3,45 @@
 import random
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
 from .. import ops
 from ..errors import Deadlock, SimError
-from ..formats import u1, u8
+from ..formats import u1
 from ..translate.blocks import Compiled
+from ..translate.ptx import Module
 from ..translate.types import ZERO
+from .capture import Capture
 from .cluster import Cluster
-from .memory import HOST_BASE, HOST_BYTES, SMEM_BASE, SMEM_BYTES, Memory
+from .layout import Launch, Layout, Shape
+from .memory import HOST_BASE, HOST_BYTES, SMEM_BYTES, Memory
 from .tensor_map import TensorMap
 from .warp import Warp
-
-
-class Layout:
-    """addresses of a module's symbols for one kernel"""
-
-    def __init__(self, mod, k):
-        self.shared, self.local, self.glob = {}, {}, {}
-        off = SMEM_BASE
-        dyn = []
-        for table in (mod.symbols, k.symbols):
-            for name, (space, size, al, ext, _init) in table.items():
-                if space == "shared":
-                    if ext or size == 0:
-                        dyn.append((name, al))
-                        continue
-                    off = -(-off // al) * al
-                    self.shared[name] = off
-                    off += size
-                elif space == "local":
-                    lo = getattr(self, "local_bytes", 0)
-                    lo = -(-lo // al) * al
-                    self.local[name] = lo
-                    self.local_bytes = lo + size
-        self.local_bytes = -(-getattr(self, "local_bytes", 0) // 16) * 16
-        self.static_bytes = off - SMEM_BASE
-        al = max([a for _, a in dyn] + [16])
-        off = -(-off // al) * al
-        self.dyn_base = off
-        for name, _ in dyn:
-            self.shared[name] = off
-
-
-class Launch:
-    pass
-
 
 _compiled = {}  # translated kernels, shared by all devices of the process
 
 
 class Machine:
-    """what is shared by all launches of one simulated device"""
+    """What all launches of one simulated device share. `found` lists the hazards seen, `stats` has an entry for each launch.
 
-    def __init__(self, sms=148, order="eager", seed=0, fill=None, check_bounds=True, verbose=False):
+    relay_fences: let a third warp's fence.proxy.async count for what it has waited for."""
+
+    def __init__(
+        self,
+        sms: int = 148,
+        order: str = "eager",
+        seed: int = 0,
+        fill: int | None = None,
+        check_bounds: bool = True,
+        verbose: bool = False,
+        hazards: str = "warn",
+        capture: Capture | None = None,
+        relay_fences: bool = False,
+    ) -> None:
         self.sms, self.order, self.fill = sms, order, fill
+        self.hazards, self.capture, self.relay_fences = hazards, capture, relay_fences
         self.rng = random.Random(seed)
         self.mem = Memory()
         self.mem.check = check_bounds
@@ -69,13 +52,14 @@ class Machine:
         self.stats = []
         self.found = []
 
-    def warn(self, s, key=None):
-        if (key or s) not in self.warnings:
-            self.warnings.add(key or s)
-            print("ptxsim:", s)
+    def warn(self, text: str) -> None:
+        """Print this once."""
+        if text not in self.warnings:
+            self.warnings.add(text)
+            print("ptxsim:", text)
 
-    def report(self, kind, text, key):
-        """a mistake that does not change the numbers here but may on a device"""
+    def report(self, kind: str, text: str, key: tuple) -> None:
+        """A mistake that does not change the numbers here but may on a device; once for each key."""
         if self.hazards == "error":
             raise SimError(text)
         if key not in self.warnings:
@@ -83,9 +67,6 @@ class Machine:
             self.found.append((kind, text))
             if self.hazards == "warn":
                 print("ptxsim:", text)
-
-    hazards = "warn"
-    relay_fences = False
 
     def tick(self):
         self._tick += 1000
@@ -123,31 +104,43 @@ class Machine:
         self.mem.static = [(b.ctypes.data, b.ctypes.data + len(b)) for b in c.static]
         return c
 
-    def launch(self, mod, name, grid, block, cluster, smem, params, ranges=()):
+    def launch(
+        self,
+        mod: Module,
+        name: str,
+        grid: Shape,
+        block: Shape,
+        cluster: Shape = (1, 1, 1),
+        smem: int = 0,
+        params: bytes = b"",
+        ranges: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """Run a kernel to its end.
+
+        smem: bytes of dynamic shared memory. params: laid out as the kernel declares them. ranges: [start, end) of the host memory that
+        the kernel may touch, besides its own symbols.
+
+        Raises:
+            SimError: the first mistake found; Deadlock when no warp can go on."""
         t0 = time.time()
-        self.cur_mod = mod
+        ranges = list(ranges)
         c = self.compile(mod, name)
-        L = Launch()
-        L.grid, L.block, L.cluster, L.smem = grid, block, cluster, smem
-        L.param_cache = {}
         nb = max(64, len(params))
         buf = np.zeros(nb + 128, u1)
         a = -(-buf.ctypes.data // 64) * 64
         o = a - buf.ctypes.data
         buf[o : o + len(params)] = np.frombuffer(params, u1)
-        L.param_raw = buf[o : o + nb]
-        L.param_base = a
-        L.smem_end = c.layout.dyn_base + smem
+        L = Launch(grid, block, cluster, smem, param_raw=buf[o : o + nb], param_base=a, smem_end=c.layout.dyn_base + smem)
         if L.smem_end > SMEM_BYTES:
             raise SimError(f"{smem} bytes of dynamic shared memory do not fit")
         nthreads = block[0] * block[1] * block[2]
         if c.kernel.reqntid and nthreads != int(np.prod(c.kernel.reqntid)):
             raise SimError(f"block {block}, kernel requires {c.kernel.reqntid}")
-        self.mem.set([*list(ranges), (a, a + nb)])
+        self.mem.set([*ranges, (a, a + nb)])
         for k in range(3):
             if grid[k] % cluster[k]:
                 raise SimError(f"grid {grid} is not a multiple of the cluster {cluster}")
-        cap = self._capture_before(L, params, ranges, name) if self.capture else None
+        captured = self.capture.before(L, mod, name, params, ranges) if self.capture else None
         nblk = 0
         gx, gy, gz = (grid[k] // cluster[k] for k in range(3))
         self.queue = deque(
@@ -170,47 +163,12 @@ class Machine:
                 ids = self.queue.popleft()
                 self.unstealable -= 1
                 nblk += self.run_cluster(c, ids, L, nthreads)
-        if cap is not None:
-            self._capture_after(cap)
+        if self.capture:
+            self.capture.after(*captured)
         dt = time.time() - t0
         self.stats.append(dict(kernel=name, grid=grid, block=block, seconds=dt, blocks=nblk))
         if self.verbose:
             print(f"ptxsim: {name[:60]} grid {grid} cluster {cluster} block {block} smem {smem}: {dt:.2f} s, {nblk} warp blocks")
-
-    # a launch saved so that replay.py can run the same cubin on a real device and compare memory
-    capture = None
-    ncap = 0
-
-    def _capture_before(self, L, params, ranges, name):
-        words = np.frombuffer(params[: len(params) // 8 * 8], u8)
-        used = []
-        for s, e in sorted(set(ranges)):
-            if any(s <= int(v) < e for v in words) and not any(a <= s and e <= b for a, b in used):
-                used.append((s, e))
-        d = dict(
-            name=name,
-            grid=L.grid,
-            block=L.block,
-            cluster=L.cluster,
-            smem=L.smem,
-            params=np.frombuffer(params, u1),
-            offsets=np.array([o for _, _, o in self.cur_mod.kernels[name].params]),
-            cubin=np.frombuffer(self.cubin_of(self.cur_mod), u1),
-            starts=np.array([s for s, _ in used], u8),
-        )
-        for k, (s, e) in enumerate(used):
-            d[f"before{k}"] = HOST_BYTES[s - HOST_BASE : e - HOST_BASE].copy()
-        return d, used
-
-    def _capture_after(self, cap):
-        d, used = cap
-        for k, (s, e) in enumerate(used):
-            d[f"after{k}"] = HOST_BYTES[s - HOST_BASE : e - HOST_BASE].copy()
-        import os
-
-        os.makedirs(self.capture, exist_ok=True)
-        np.savez_compressed(os.path.join(self.capture, f"{self.tag}{self.ncap:03d}.npz"), **d)
-        self.ncap += 1
 
     def steal(self):
         n = len(self.queue)

@@ -122,7 +122,7 @@ class Tcgen05:
         for lane in self._lanes(q):
             a = int(addr[lane])
             if mc is None:
-                targets = [a if len(self.cluster.ctas) == 1 or a >> 24 else (int(self.shared_base) | a)]
+                targets = [a if len(self.cluster.ctas) == 1 or a >> 24 else (int(self.shared_base[0]) | a)]
             else:
                 mk = int(mc[lane])
                 targets = [(r << 24) | (a & 0xFFFFFF) for r in range(len(self.cluster.ctas)) if mk >> r & 1]

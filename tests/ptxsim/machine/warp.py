@@ -37,7 +37,7 @@ class Warp(MemoryAccess, Barriers, Copies, Wgmma, Tcgen05):
         self.give_false = False
         self.blocked_on = None
         self.param_base = L.param_base
-        self.shared_base = u4(cta.rank << 24)
+        self.shared_base = np.full(32, cta.rank << 24, u4)
         self.local = None
         self.blocks_run = 0
         bx, by, _bz = L.block
