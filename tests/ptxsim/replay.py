@@ -1,120 +1,150 @@
-"""Run launches that ptxsim captured (device(capture=DIR)) on a real GPU and compare memory with the simulation.
+"""Runs launches that were captured (`device(capture=FOLDER)`) on a real GPU, and compares memory with the simulation's.
 
-python replay.py DIR     needs numpy and libcuda only"""
+`python replay.py FOLDER` needs numpy and libcuda only."""
 
-import ctypes as C
-import glob
-import os
+import ctypes
+import pathlib
+import subprocess
 import sys
 
 import numpy as np
 
-cu = C.CDLL("libcuda.so.1")
+MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+ALIGNMENT = 256  # addresses keep their remainder
 
 
-def ck(r, what=""):
-    if r:
-        s = C.c_char_p()
-        cu.cuGetErrorString(r, C.byref(s))
-        raise RuntimeError(f"{what}: {r} {s.value}")
+class LaunchAttribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16))
 
 
-class Attr(C.Structure):
-    _fields_ = [("id", C.c_int), ("pad", C.c_int), ("v", C.c_uint32 * 16)]
+class LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
-class Cfg(C.Structure):
-    _fields_ = [("g", C.c_uint * 3), ("b", C.c_uint * 3), ("smem", C.c_uint), ("stream", C.c_void_p), ("attrs", C.c_void_p), ("n", C.c_uint)]
+class Driver:
+    """libcuda with a context on the first device; a call that fails raises RuntimeError."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self("cuInit", 0)
+        self("cuDeviceGet", ctypes.byref(device), 0)
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self("cuCtxSetCurrent", context)
+
+    def __call__(self, name: str, *arguments) -> None:
+        code = getattr(self.library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorString(code, ctypes.byref(text))
+            raise RuntimeError(f"{name}: {code} {(text.value or b'').decode()}")
 
 
-def main(d):
-    np.seterr(all="ignore")
-    ck(cu.cuInit(0))
-    dev, ctx = C.c_int(), C.c_void_p()
-    ck(cu.cuDeviceGet(C.byref(dev), 0))
-    ck(cu.cuDevicePrimaryCtxRetain(C.byref(ctx), dev))
-    ck(cu.cuCtxSetCurrent(ctx))
-    for f in [d]:
-        z = np.load(f)
-        img = z["cubin"].tobytes()
-        mod, fn = C.c_void_p(), C.c_void_p()
-        r = cu.cuModuleLoadData(C.byref(mod), img)
-        if r:
-            print(os.path.basename(f), "module load", r)
-            continue
-        name = str(z["name"])
-        ck(cu.cuModuleGetFunction(C.byref(fn), mod, name.encode()), "function")
-        n = len(z["starts"])
-        st = [int(x) for x in z["starts"]]
-        ptr = []
-        for k in range(n):
-            b = np.ascontiguousarray(z[f"before{k}"])
-            p = C.c_uint64()
-            ck(cu.cuMemAlloc_v2(C.byref(p), C.c_size_t(len(b) + 256)), "alloc")
-            # keep the address modulo 256
-            q = p.value + (st[k] - p.value) % 256
-            ck(cu.cuMemcpyHtoD_v2(C.c_uint64(q), b.ctypes.data_as(C.c_void_p), C.c_size_t(len(b))), "copy")
-            ptr.append(q)
-        par = z["params"].copy()
-        w = par[: len(par) // 8 * 8].view(np.uint64)
-        for j in range(len(w)):
-            for k in range(n):
-                if st[k] <= int(w[j]) < st[k] + len(z[f"before{k}"]):
-                    w[j] = ptr[k] + int(w[j]) - st[k]
-        # TMA descriptors: the DSL's host code leaves 2 in the version field and rubbish after 64 bytes; what the
-        # driver of a Hopper card writes there is 0, the box size and the swizzle span
-        w4 = par[: len(par) // 4 * 4].view(np.uint32)
-        moved = [int(x) for x in w]
-        for o in range(0, len(par) - 127, 64):
-            k = o // 4
-            if w4[k + 2] & 15 == 2 and w4[k + 2] > 15 and any(q <= moved[o // 8] < q + len(z[f"before{j}"]) for j, q in enumerate(ptr)):
-                w4[k + 2] &= 0xFFFFFFF0
-                w4[k + 16 : k + 32] = 0
-        smem = int(z["smem"])
-        if smem > 48 * 1024:
-            ck(cu.cuFuncSetAttribute(fn, 8, smem), "smem")
-        cl = [int(x) for x in z["cluster"]]
-        a = Attr()
-        a.id = 4
-        a.v[0], a.v[1], a.v[2] = cl
-        cfg = Cfg()
-        cfg.g[:], cfg.b[:] = [int(x) for x in z["grid"]], [int(x) for x in z["block"]]
-        cfg.smem = smem
-        cfg.attrs, cfg.n = (C.addressof(a), 1) if max(cl) > 1 else (None, 0)
-        ptrs = [par.ctypes.data + int(o) for o in z["offsets"]]
-        r = cu.cuLaunchKernelEx(C.byref(cfg), fn, (C.c_void_p * len(ptrs))(*ptrs), None)
-        if r:
-            print(os.path.basename(f), "launch failed", r, "smem", smem, "params", len(ptrs), len(par))
-            continue
-        ck(cu.cuCtxSynchronize(), "run " + name)
-        out = []
-        for k in range(n):
-            ref, bef = z[f"after{k}"], z[f"before{k}"]
-            got = np.empty_like(ref)
-            ck(cu.cuMemcpyDtoH_v2(got.ctypes.data_as(C.c_void_p), C.c_uint64(ptr[k]), C.c_size_t(len(got))), "back")
-            if np.array_equal(ref, bef) and np.array_equal(got, bef):
-                continue
-            same = float((ref == got).mean())
-            m = len(ref) // 4 * 4
-            x, y = ref[:m].view(np.float32), got[:m].view(np.float32)
-            ok = np.isfinite(x) & np.isfinite(y)
-            e4 = float(np.abs(x - y)[ok].max()) if ok.any() else 0
-            g = (ref[:m].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-            h = (got[:m].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-            ok = np.isfinite(g) & np.isfinite(h)
-            e2 = float(np.abs(g - h)[ok].max()) if ok.any() else 0
-            el = float((ref[:m].view(np.uint16) == got[:m].view(np.uint16)).mean()) if m else 1
-            out.append(f"[{len(ref)} B: bytes equal {same:.5f}, 16-bit words equal {el:.5f}, max diff as f32 {e4:.3g}, as bf16 {e2:.3g}]")
-        print(os.path.basename(f), name[:50], "grid", [int(x) for x in z["grid"]], "cluster", cl, *(out or ["memory unchanged on both"]))
-        cu.cuModuleUnload(mod)
+def upload(driver: Driver, saved: dict[str, np.ndarray]) -> list[int]:
+    """Device addresses of copies of all captured allocations."""
+    addresses = []
+    for k, start in enumerate(saved["starts"].tolist()):
+        content = np.ascontiguousarray(saved[f"before{k}"])
+        base = ctypes.c_uint64()
+        driver("cuMemAlloc_v2", ctypes.byref(base), ctypes.c_size_t(len(content) + ALIGNMENT))
+        address = base.value + (start - base.value) % ALIGNMENT
+        driver("cuMemcpyHtoD_v2", ctypes.c_uint64(address), content.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(len(content)))
+        addresses.append(address)
+    return addresses
+
+
+def moved_parameters(saved: dict[str, np.ndarray], addresses: list[int]) -> np.ndarray:
+    """The kernel's parameters with every pointer moved to the device's copies, TMA descriptors made as a driver makes them."""
+    sizes = [len(saved[f"before{k}"]) for k in range(len(addresses))]
+    parameters = saved["params"].copy()
+    words = parameters[: len(parameters) // 8 * 8].view(np.uint64)
+    for j, word in enumerate(words.tolist()):
+        for start, size, address in zip(saved["starts"].tolist(), sizes, addresses, strict=True):
+            if start <= word < start + size:
+                words[j] = address + word - start
+    # The DSL's host code leaves 2 in the version field and rubbish after 64 bytes; what the driver of a Hopper card writes there is 0, the box
+    # size and the swizzle span.
+    halves = parameters[: len(parameters) // 4 * 4].view(np.uint32)
+    moved = words.tolist()
+    for offset in range(0, len(parameters) - 127, 64):
+        k = offset // 4
+        points_in = any(address <= moved[offset // 8] < address + size for address, size in zip(addresses, sizes, strict=True))
+        if halves[k + 2] & 15 == 2 and halves[k + 2] > 15 and points_in:
+            halves[k + 2] &= 0xFFFFFFF0
+            halves[k + 16 : k + 32] = 0
+    return parameters
+
+
+def launch(driver: Driver, function: ctypes.c_void_p, saved: dict[str, np.ndarray], parameters: np.ndarray) -> None:
+    smem, cluster = int(saved["smem"]), saved["cluster"].tolist()
+    if smem > 48 * 1024:
+        driver("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE, smem)
+    attribute = LaunchAttribute(id=CLUSTER_DIMENSION)
+    attribute.value[:3] = cluster
+    config = LaunchConfig(smem=smem)
+    config.grid[:], config.block[:] = saved["grid"].tolist(), saved["block"].tolist()
+    if max(cluster) > 1:
+        config.attributes, config.num_attributes = ctypes.addressof(attribute), 1
+    pointers = [parameters.ctypes.data + offset for offset in saved["offsets"].tolist()]
+    driver("cuLaunchKernelEx", ctypes.byref(config), function, (ctypes.c_void_p * len(pointers))(*pointers), None)
+    driver("cuCtxSynchronize")
+
+
+def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Among the values that are finite in both."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    return float(np.abs(a - b)[finite].max()) if finite.any() else 0.0
+
+
+def compare(simulated: np.ndarray, real: np.ndarray) -> str:
+    """How two images of an allocation differ, read as bytes, 16-bit words, fp32 and bf16."""
+    whole = len(simulated) // 4 * 4
+    words = [image[:whole].view(np.uint16) for image in (simulated, real)]
+    as_f32 = largest_difference(*(image[:whole].view(np.float32) for image in (simulated, real)))
+    as_bf16 = largest_difference(*((word.astype(np.uint32) << 16).view(np.float32) for word in words))
+    equal_bytes = float((simulated == real).mean())
+    equal_words = float((words[0] == words[1]).mean()) if whole else 1.0
+    return (
+        f"[{len(simulated)} B: bytes equal {equal_bytes:.5f}, 16-bit words equal {equal_words:.5f}, "
+        f"max diff as f32 {as_f32:.3g}, as bf16 {as_bf16:.3g}]"
+    )
+
+
+def replay(driver: Driver, saved: dict[str, np.ndarray]) -> str:
+    """Run one captured launch, and say how the memory it changed compares."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    driver("cuModuleLoadData", ctypes.byref(module), saved["cubin"].tobytes())
+    driver("cuModuleGetFunction", ctypes.byref(function), module, str(saved["name"]).encode())
+    addresses = upload(driver, saved)
+    launch(driver, function, saved, moved_parameters(saved, addresses))
+    differences = []
+    for k, address in enumerate(addresses):
+        before, simulated = saved[f"before{k}"], saved[f"after{k}"]
+        real = np.empty_like(simulated)
+        driver("cuMemcpyDtoH_v2", real.ctypes.data_as(ctypes.c_void_p), ctypes.c_uint64(address), ctypes.c_size_t(len(real)))
+        if not (np.array_equal(simulated, before) and np.array_equal(real, before)):
+            differences.append(compare(simulated, real))
+    place = f"grid {saved['grid'].tolist()} cluster {saved['cluster'].tolist()}"
+    return " ".join([str(saved["name"])[:50], place, *(differences or ["memory unchanged on both"])])
+
+
+def main(path: pathlib.Path) -> None:
+    if path.suffix == ".npz":
+        with np.load(path) as file, np.errstate(all="ignore"):
+            print(path.name, replay(Driver(), dict(file)))
+        return
+    for file in sorted(path.glob("*.npz")):  # one process each: an error spoils its context
+        run = subprocess.run([sys.executable, __file__, file], capture_output=True, text=True)
+        print(run.stdout.strip() if not run.returncode else f"{file.name}: {run.stderr.strip()[-160:]}", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1].endswith(".npz"):
-        main(sys.argv[1])
-    else:  # one process each: an error spoils its context
-        import subprocess
-
-        for f in sorted(glob.glob(os.path.join(sys.argv[1], "*.npz"))):
-            r = subprocess.run([sys.executable, __file__, f], capture_output=True, text=True)
-            print((r.stdout + r.stderr[-160:]).strip() if not r.returncode else os.path.basename(f) + ": " + r.stderr.strip()[-100:], flush=True)
+    main(pathlib.Path(sys.argv[1]))
