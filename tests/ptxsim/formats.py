@@ -2,12 +2,14 @@
 
 import numpy as np
 
+# Named by size in bytes, as numpy's own codes are.
 f2, f4, f8 = np.float16, np.float32, np.float64
 u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
 i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
 
 
 def _fp8_table(ebits, mbits, bias, kind):
+    """The value of each code; `kind` says which codes are NaN and infinity."""
     out = np.zeros(256, f4)
     nb = 1 + ebits + mbits
     for c in range(256):

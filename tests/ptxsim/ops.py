@@ -31,6 +31,7 @@ _empty = np.empty
 
 
 def packf(a, b):
+    """Two fp32 registers -> an f32x2 one."""
     t = _empty(64, f4)
     t[0::2] = a
     t[1::2] = b
@@ -38,6 +39,7 @@ def packf(a, b):
 
 
 def pack2(a, b):
+    """Two 32-bit registers -> a 64-bit one."""
     t = _empty(64, u4)
     t[0::2] = a
     t[1::2] = b
@@ -45,6 +47,7 @@ def pack2(a, b):
 
 
 def packh(a, b):
+    """Two 16-bit registers -> a 32-bit one."""
     t = _empty(64, u2)
     t[0::2] = a
     t[1::2] = b
@@ -52,10 +55,12 @@ def packh(a, b):
 
 
 def packh4(*a):
+    """Four 16-bit registers -> a 64-bit one."""
     return np.stack(a, 1).astype(u2).ravel().view(u8)
 
 
 def packb4(*a):
+    """Four 8-bit values -> a 32-bit register."""
     return np.stack(a, 1).astype(u1).ravel().view(u4)
 
 
@@ -68,12 +73,14 @@ def unh(x, h):
 
 
 def toh(x, h, width):
+    """float32 -> f16 or bf16 in registers of `width` bytes."""
     x = np.asarray(x, f4)
     r = f32_to_bf16(x) if h == "bf16" else f32_to_f16(x)
     return r if width == 2 else np.ascontiguousarray(r).view(u4)
 
 
 def cvt2(hi, lo, h, rnd, relu, sat):
+    """Two fp32 -> a packed pair of h, `lo` first."""
     t = _empty(64, f4)
     t[0::2] = lo
     t[1::2] = hi
@@ -82,15 +89,18 @@ def cvt2(hi, lo, h, rnd, relu, sat):
 
 
 def dec8x2(x, t):
+    """A pair of fp8 -> float32 [64]."""
     b = np.ascontiguousarray(x, dtype=u2).view(u1)
     return DEC[t](b)
 
 
 def enc8x2(x, fn, relu):
+    """float32 [64] -> pairs of fp8."""
     return np.ascontiguousarray(fn(x, relu)).view(u2)
 
 
 def to_tf32(x, rna):
+    """Rounded to tf32, ties away (`rna`) or to even."""
     u = np.ascontiguousarray(x, f4).view(u4)
     if rna:
         return (u + 0x1000) & 0xFFFFE000
@@ -98,18 +108,22 @@ def to_tf32(x, rna):
 
 
 def ftz(x):
+    """Denormals to zero."""
     return np.where(np.abs(x) < _TINY, np.copysign(f4(0), x), x)
 
 
 def fma(a, b, c):
+    """One rounding: the product is exact in fp64."""
     return (np.multiply(a, b, dtype=f8) + c).astype(f4)
 
 
 def fma_d(a, b, c, r):
+    """fma with rounding direction r."""
     return round_dir(np.multiply(a, b, dtype=f8) + c, r)
 
 
 def bin_d(a, b, o, r):
+    """a o b with rounding direction r."""
     a = np.asarray(a, f8)
     b = np.asarray(b, f8)
     x = a + b if o == "+" else a - b if o == "-" else a * b
@@ -129,6 +143,7 @@ def rsqrt(x):
 
 
 def idiv(a, b):
+    """Truncating division; by zero gives all ones."""
     z = b == 0
     b = np.where(z, b.dtype.type(1), b)
     if a.dtype.kind == "u":
@@ -138,6 +153,7 @@ def idiv(a, b):
 
 
 def irem(a, b):
+    """Remainder of `idiv`."""
     z = b == 0
     b1 = np.where(z, b.dtype.type(1), b)
     if a.dtype.kind == "u":
@@ -153,12 +169,14 @@ def mulhi64(a, b, signed):
 
 
 def mm16(a, b, signed, mx):
+    """Minimum or maximum of pairs of 16-bit integers."""
     t = i2 if signed else u2
     x, y = np.ascontiguousarray(a).view(t), np.ascontiguousarray(b).view(t)
     return (np.maximum(x, y) if mx else np.minimum(x, y)).view(u4)
 
 
 def shl(a, b):
+    """Shifts of the register's width and more give 0."""
     bits = a.dtype.itemsize * 8
     b = np.asarray(b, u4)
     big = b >= bits
@@ -166,6 +184,7 @@ def shl(a, b):
 
 
 def shr(a, b):
+    """Shifts of the register's width and more give 0, or the sign."""
     bits = a.dtype.itemsize * 8
     b = np.asarray(b, u4)
     if a.dtype.kind == "i":
@@ -175,6 +194,7 @@ def shr(a, b):
 
 
 def shf(a, b, c, d, mode):
+    """Funnel shift."""
     n = np.minimum(c, 32) if mode == "clamp" else c & 31
     v = (b.astype(u8) << 32) | a
     n = n.astype(u8)
@@ -184,6 +204,7 @@ def shf(a, b, c, d, mode):
 
 
 def lop3(a, b, c, lut):
+    """Any function of three bits, by its truth table."""
     r = np.zeros(32, u4)
     for k in range(8):
         if lut >> k & 1:
@@ -216,6 +237,7 @@ def prmt(a, b, sel):
 
 
 def bfe(a, pos, ln):
+    """Bit-field extract."""
     bits = a.dtype.itemsize * 8
     r = []
     for x, p, width in zip(a, pos, ln, strict=False):
@@ -237,6 +259,7 @@ def bfe(a, pos, ln):
 
 
 def bfi(a, b, pos, ln):
+    """Bit-field insert."""
     bits = a.dtype.itemsize * 8
     full = (1 << bits) - 1
     r = []
@@ -248,11 +271,13 @@ def bfi(a, b, pos, ln):
 
 
 def bmsk(a, b):
+    """Mask of b bits from bit a."""
     p, width = np.minimum(a, 32).astype(u8), np.minimum(b, 32).astype(u8)
     return ((((u8(1) << width) - u8(1)) << p) & u8(0xFFFFFFFF)).astype(u4)
 
 
 def szext(x, n):
+    """Extend from n bits."""
     n = np.minimum(n, 32)
     sh = (32 - n.astype(i8)).astype(i8)
     v = x.astype(i8)
@@ -272,6 +297,7 @@ def brev(x):
 
 
 def bfind(x, shiftamt):
+    """Position of the highest bit that differs from the sign."""
     bits = x.dtype.itemsize * 8
     r = []
     for v in x:
@@ -290,6 +316,7 @@ def dp4a(a, b, c, sa, sb):
 
 
 def f2i(x, dw):
+    """Saturating float to integer; NaN gives 0."""
     lo, hi = {
         "b": (0, 255),
         "B": (-128, 127),
@@ -316,14 +343,17 @@ def i2f(x, dt, rnd):
 
 
 def isat(x, lo, hi, t):
+    """Saturate to [lo, hi]."""
     return np.array([max(lo, min(hi, int(v))) for v in x], t)
 
 
 def ballot(c):
+    """Bit n is lane n's."""
     return u4((_POW[c]).sum()) if c.any() else u4(0)
 
 
 def first_lane(q):
+    """The lowest lane of a mask."""
     return int(q.argmax())
 
 
@@ -425,10 +455,10 @@ def mma_sync(shape, tys, A, B, C):
 
 
 _rel_cache = {}
-# swizzle code: 0 none, 1 = 32B, 2 = 64B, 3 = 128B  (log2 of the chunks per row), 4 = 128B with 32B atoms
 
 
 def swizzle(ch, s):
+    """Where 16-byte chunk `ch` stands. s: 0 none; 1, 2, 3: 32, 64, 128 bytes (log2 of the chunks in a row); 4: 128 bytes in atoms of 32."""
     if s == 0:
         return ch
     if s == 4:

@@ -8,6 +8,8 @@ from .memory import SMEM_BASE
 
 
 class Mbar:
+    """An mbarrier: arrivals expected a phase (`count`), still pending in this one, bytes outstanding (`tx`), phases completed."""
+
     __slots__ = ("addr", "count", "pend", "phase", "tx")
 
     def __init__(self, count, addr):
@@ -17,6 +19,7 @@ class Mbar:
         self.addr = addr
 
     def check(self, cl):
+        """Complete the phase if nothing is outstanding."""
         if self.pend == 0 and self.tx == 0:
             self.phase += 1
             self.pend = self.count
@@ -27,6 +30,8 @@ class Mbar:
 
 
 class Bar:
+    """A named barrier: threads that have arrived (`n`) of those awaited (`need`), generations completed."""
+
     __slots__ = ("gen", "n", "need")
 
     def __init__(self):

@@ -9,6 +9,8 @@ from .memory import SMEM_BYTES
 
 
 class CTA:
+    """Shared memory seen in units of 1 to 16 bytes, barriers, tensor memory, and who wrote what when."""
+
     def __init__(self, cl, rank, ctaid):
         self.cluster, self.rank, self.ctaid = cl, rank, ctaid
         raw = np.zeros(SMEM_BYTES, u1)
@@ -35,6 +37,8 @@ class CTA:
 
 
 class Cluster:
+    """The CTAs that run together; `events` counts what may let a waiting warp go on, `clock` orders writes and fences."""
+
     def __init__(self, m, comp, ids, launch):
         self.machine, self.comp, self.launch = m, comp, launch
         self.events = 0

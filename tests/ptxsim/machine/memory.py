@@ -10,16 +10,13 @@ from ..errors import SimError
 from ..formats import f4, f8, i4, i8, u1, u2, u4, u8
 from ..ops import LANE, LOCAL_WIN, SHARED_WIN
 
-SMEM_BYTES = 1024 + 232448 + 1024
-
-
-SMEM_BASE = 1024
-
-
+SMEM_BASE = 1024  # the system's own share stands before it
+SMEM_BYTES = SMEM_BASE + 232448 + 1024
 HOST_BASE = 4096
 
 
 def _host_view():
+    """All of the process's address space as bytes, from HOST_BASE on."""
     buf = (ctypes.c_uint8 * (1 << 47)).from_address(HOST_BASE)
     return np.frombuffer(buf, dtype=u1)
 
@@ -37,7 +34,7 @@ UINT_OF_SIZE = {1: u1, 2: u2, 4: u4, 8: u8}
 
 
 class Memory:
-    """host memory with a table of what kernels may touch"""
+    """Host memory with a table of what kernels may touch."""
 
     def __init__(self):
         self.check = True

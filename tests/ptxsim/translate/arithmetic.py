@@ -1,6 +1,6 @@
 """Moves, arithmetic, comparisons and conversions."""
 
-from .types import NPT, WANT, WID
+from .types import NUMPY_NAME, READ_AS, WIDTH
 
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 
@@ -23,8 +23,8 @@ class ArithmeticInstructions:
             if s[0] == "r":
                 st = s[1].storage
                 return self.unpack(d, f"R[{s[1].idx}]", st)
-            return self.unpack(d, self.rd(s, WANT[ty], True), WANT[ty])
-        want = d[1].storage if d[0] == "r" and WID[d[1].storage] == WID[WANT[ty]] else WANT[ty]
+            return self.unpack(d, self.rd(s, READ_AS[ty], True), READ_AS[ty])
+        want = d[1].storage if d[0] == "r" and WIDTH[d[1].storage] == WIDTH[READ_AS[ty]] else READ_AS[ty]
         self.wr(d, self.rd(s, want, True), want)
 
     h_cvta_ = None
@@ -104,7 +104,7 @@ class ArithmeticInstructions:
         ftz = "ftz" in p
         o = {"add": "+", "sub": "-", "mul": "*", "fma": None}[op]
         if ty in ("f32", "f32x2", "f64"):
-            want = WANT[ty]
+            want = READ_AS[ty]
             s = [self.rd(x, want, not self._anyreg(a[1:])) for x in a[1:]]
             if op == "fma":
                 e = f"({s[0]}*{s[1]}+{s[2]})" if want == "d" else f"fma({s[0]},{s[1]},{s[2]})" if r == "rn" else f"fma_d({s[0]},{s[1]},{s[2]},{r!r})"
@@ -118,21 +118,21 @@ class ArithmeticInstructions:
                 e = f"np.clip({e},f4(0),f4(1))"
             return self.wr(a[0], e, want)
         h = "bf16" if "bf" in ty else "f16"
-        want = WANT[ty]
+        want = READ_AS[ty]
         s = [f"unh({self.rd(x, want, True)},{h!r})" for x in a[1:]]
         e = f"({s[0]}.astype(f8)*{s[1]}+{s[2]}).astype(f4)" if op == "fma" else f"({s[0]}{o}{s[1]})"
         if "relu" in p:
             e = f"np.maximum({e},f4(0))"
         if sat:
             e = f"np.clip({e},f4(0),f4(1))"
-        return self.wr(a[0], f"toh({e},{h!r},{WID[want]})", want)
+        return self.wr(a[0], f"toh({e},{h!r},{WIDTH[want]})", want)
 
     def h_add(self, i, p, a):
         if self.fops(p):
             return self.float_bin("add", i, p, a)
         if "cc" in p:
             self.bad("carry")
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         w = {"i": "u", "I": "U", "H": "h"}.get(w, w)
         if p[-1] in ("u16x2", "s16x2"):
             self.bad()
@@ -141,7 +141,7 @@ class ArithmeticInstructions:
     def h_sub(self, i, p, a):
         if self.fops(p):
             return self.float_bin("sub", i, p, a)
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         w = {"i": "u", "I": "U", "H": "h"}.get(w, w)
         self.wr(a[0], f"({self.rd(a[1], w, True)}-{self.rd(a[2], w)})", w)
 
@@ -149,14 +149,14 @@ class ArithmeticInstructions:
         if self.fops(p):
             return self.float_bin("mul", i, p, a)
         ty = p[-1]
-        w = WANT[ty]
+        w = READ_AS[ty]
         if "wide" in p:
             ww = {"i": "I", "u": "U", "H": "i", "h": "u"}[w]
-            self.wr(a[0], f"({self.rd(a[1], w, True)}.astype({NPT[ww]})*{self.rd(a[2], w)})", ww)
+            self.wr(a[0], f"({self.rd(a[1], w, True)}.astype({NUMPY_NAME[ww]})*{self.rd(a[2], w)})", ww)
         elif "hi" in p:
             if w in ("u", "i"):
                 ww = {"i": "I", "u": "U"}[w]
-                self.wr(a[0], f"(({self.rd(a[1], w, True)}.astype({NPT[ww]})*{self.rd(a[2], w)})>>32).astype({NPT[w]})", w)
+                self.wr(a[0], f"(({self.rd(a[1], w, True)}.astype({NUMPY_NAME[ww]})*{self.rd(a[2], w)})>>32).astype({NUMPY_NAME[w]})", w)
             elif w in ("U", "I"):
                 self.wr(a[0], f"mulhi64({self.rd(a[1], w, True)},{self.rd(a[2], w, True)},{w == 'I'})", w)
             else:
@@ -171,13 +171,15 @@ class ArithmeticInstructions:
     def h_mad(self, i, p, a):
         if self.fops(p):
             return self.float_bin("fma", i, p, a)
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         if "wide" in p:
             ww = {"i": "I", "u": "U", "H": "i", "h": "u"}[w]
-            self.wr(a[0], f"({self.rd(a[1], w, True)}.astype({NPT[ww]})*{self.rd(a[2], w)}+{self.rd(a[3], ww)})", ww)
+            self.wr(a[0], f"({self.rd(a[1], w, True)}.astype({NUMPY_NAME[ww]})*{self.rd(a[2], w)}+{self.rd(a[3], ww)})", ww)
         elif "hi" in p:
             ww = {"i": "I", "u": "U"}[w]
-            self.wr(a[0], f"((({self.rd(a[1], w, True)}.astype({NPT[ww]})*{self.rd(a[2], w)})>>32).astype({NPT[w]})+{self.rd(a[3], w)})", w)
+            self.wr(
+                a[0], f"((({self.rd(a[1], w, True)}.astype({NUMPY_NAME[ww]})*{self.rd(a[2], w)})>>32).astype({NUMPY_NAME[w]})+{self.rd(a[3], w)})", w
+            )
         else:
             w = {"i": "u", "I": "U", "H": "h"}.get(w, w)
             self.wr(a[0], f"({self.rd(a[1], w, True)}*{self.rd(a[2], w)}+{self.rd(a[3], w)})", w)
@@ -186,20 +188,20 @@ class ArithmeticInstructions:
         self.float_bin("fma", i, p, a)
 
     def h_div(self, i, p, a):
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         if self.fops(p):
             return self.wr(a[0], f"fdiv({self.rd(a[1], w, True)},{self.rd(a[2], w)})", w)
         self.wr(a[0], f"idiv({self.rd(a[1], w, True)},{self.rd(a[2], w, True)})", w)
 
     def h_rem(self, i, p, a):
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         self.wr(a[0], f"irem({self.rd(a[1], w, True)},{self.rd(a[2], w, True)})", w)
 
     def _minmax(self, i, p, a, mx):
         ty = p[-1]
         if ty in ("f32", "f64"):
             f = ("np.maximum" if mx else "np.minimum") if "NaN" in p else ("np.fmax" if mx else "np.fmin")
-            w = WANT[ty]
+            w = READ_AS[ty]
             xs = [self.rd(x, w, not self._anyreg(a[1:])) for x in a[1:]]
             if "abs" in p:
                 xs = [f"np.abs({x})" for x in xs]
@@ -212,15 +214,15 @@ class ArithmeticInstructions:
         if ty in ("f16", "bf16", "f16x2", "bf16x2"):
             f = ("np.maximum" if mx else "np.minimum") if "NaN" in p else ("np.fmax" if mx else "np.fmin")
             h = "bf16" if "bf" in ty else "f16"
-            w = WANT[ty]
+            w = READ_AS[ty]
             xs = [f"unh({self.rd(x, w, True)},{h!r})" for x in a[1:]]
             e = f"{f}({xs[0]},{xs[1]})"
             if len(xs) == 3:
                 e = f"{f}({e},{xs[2]})"
-            return self.wr(a[0], f"toh({e},{h!r},{WID[w]})", w)
+            return self.wr(a[0], f"toh({e},{h!r},{WIDTH[w]})", w)
         if ty in ("s16x2", "u16x2"):
             return self.wr(a[0], f"mm16({self.rd(a[1], 'u', True)},{self.rd(a[2], 'u', True)},{ty[0] == 's'},{mx})", "u")
-        w = WANT[ty]
+        w = READ_AS[ty]
         e = f"np.{'maximum' if mx else 'minimum'}({self.rd(a[1], w, True)},{self.rd(a[2], w)})"
         if "relu" in p:
             e = f"np.maximum({e},0)"
@@ -238,7 +240,7 @@ class ArithmeticInstructions:
             return self.wr(a[0], f"({self.rd(a[1], 'u', True)}^0x80008000)", "u")
         if ty in ("f16", "bf16"):
             return self.wr(a[0], f"({self.rd(a[1], 'h', True)}^0x8000)", "h")
-        w = WANT[ty]
+        w = READ_AS[ty]
         self.wr(a[0], f"(-{self.rd(a[1], w, True)})", w)
 
     def h_abs(self, i, p, a):
@@ -247,13 +249,13 @@ class ArithmeticInstructions:
             return self.wr(a[0], f"({self.rd(a[1], 'u', True)}&0x7FFF7FFF)", "u")
         if ty in ("f16", "bf16"):
             return self.wr(a[0], f"({self.rd(a[1], 'h', True)}&0x7FFF)", "h")
-        w = WANT[ty]
+        w = READ_AS[ty]
         self.wr(a[0], f"np.abs({self.rd(a[1], w, True)})", w)
 
     def _logic(self, o, i, p, a):
         if p[-1] == "pred":
             return self.wr(a[0], f"({self.rd(a[1], 'p')}{o}{self.rd(a[2], 'p')})", "p")
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         self.wr(a[0], f"({self.rd(a[1], w, True)}{o}{self.rd(a[2], w)})", w)
 
     def h_and(self, i, p, a):
@@ -266,26 +268,26 @@ class ArithmeticInstructions:
         self._logic("^", i, p, a)
 
     def h_not(self, i, p, a):
-        w = "p" if p[-1] == "pred" else WANT[p[-1]]
+        w = "p" if p[-1] == "pred" else READ_AS[p[-1]]
         self.wr(a[0], f"(~{self.rd(a[1], w, True)})", w)
 
     def h_cnot(self, i, p, a):
-        w = WANT[p[-1]]
-        self.wr(a[0], f"({self.rd(a[1], w, True)}==0).astype({NPT[w]})", w)
+        w = READ_AS[p[-1]]
+        self.wr(a[0], f"({self.rd(a[1], w, True)}==0).astype({NUMPY_NAME[w]})", w)
 
     def h_shl(self, i, p, a):
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         self.wr(
             a[0],
             f"shl({self.rd(a[1], w, True)},{self.rd(a[2], 'u')})"
             if a[2][0] != "i"
-            else (f"({self.rd(a[1], w, True)}<<{a[2][1]})" if a[2][1] < 8 * WID[w] else f"({self.rd(a[1], w, True)}*0)"),
+            else (f"({self.rd(a[1], w, True)}<<{a[2][1]})" if a[2][1] < 8 * WIDTH[w] else f"({self.rd(a[1], w, True)}*0)"),
             w,
         )
 
     def h_shr(self, i, p, a):
-        w = WANT[p[-1]]
-        bits = 8 * WID[w]
+        w = READ_AS[p[-1]]
+        bits = 8 * WIDTH[w]
         if a[2][0] == "i":
             n = a[2][1]
             if n >= bits:
@@ -313,37 +315,37 @@ class ArithmeticInstructions:
             self.wr(a[0], f"prmt({self.rd(a[1], 'u', True)},{self.rd(a[2], 'u', True)},{self.rd(a[3], 'u', True)})", "u")
 
     def h_bfe(self, i, p, a):
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         self.wr(a[0], f"bfe({self.rd(a[1], w, True)},{self.rd(a[2], 'u', True)},{self.rd(a[3], 'u', True)})", w)
 
     def h_bfi(self, i, p, a):
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         self.wr(a[0], f"bfi({self.rd(a[1], w, True)},{self.rd(a[2], w, True)},{self.rd(a[3], 'u', True)},{self.rd(a[4], 'u', True)})", w)
 
     def h_bmsk(self, i, p, a):
         self.wr(a[0], f"bmsk({self.rd(a[1], 'u', True)},{self.rd(a[2], 'u', True)})", "u")
 
     def h_szext(self, i, p, a):
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         self.wr(a[0], f"szext({self.rd(a[1], w, True)},{self.rd(a[2], 'u', True)})", w)
 
     def h_popc(self, i, p, a):
-        self.wr(a[0], f"np.bitwise_count({self.rd(a[1], WANT[p[-1]], True)}).astype(u4)", "u")
+        self.wr(a[0], f"np.bitwise_count({self.rd(a[1], READ_AS[p[-1]], True)}).astype(u4)", "u")
 
     def h_clz(self, i, p, a):
-        self.wr(a[0], f"clz({self.rd(a[1], WANT[p[-1]], True)})", "u")
+        self.wr(a[0], f"clz({self.rd(a[1], READ_AS[p[-1]], True)})", "u")
 
     def h_brev(self, i, p, a):
-        self.wr(a[0], f"brev({self.rd(a[1], WANT[p[-1]], True)})", WANT[p[-1]])
+        self.wr(a[0], f"brev({self.rd(a[1], READ_AS[p[-1]], True)})", READ_AS[p[-1]])
 
     def h_bfind(self, i, p, a):
-        self.wr(a[0], f"bfind({self.rd(a[1], WANT[p[-1]], True)},{'shiftamt' in p})", "u")
+        self.wr(a[0], f"bfind({self.rd(a[1], READ_AS[p[-1]], True)},{'shiftamt' in p})", "u")
 
     def h_fns(self, i, p, a):
         self.bad()
 
     def h_sad(self, i, p, a):
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         self.wr(a[0], f"({self.rd(a[3], 'u', True)}+np.abs({self.rd(a[1], w, True)}.astype(i8)-{self.rd(a[2], w, True)}).astype(u4))", "u")
 
     def h_dp4a(self, i, p, a):
@@ -355,7 +357,7 @@ class ArithmeticInstructions:
             h = ty
             ex, ey = f"unh({self.rd(x, 'h', True)},{h!r})", f"unh({self.rd(y, 'h', True)},{h!r})"
         else:
-            w = WANT[ty] if ty != "pred" else "p"
+            w = READ_AS[ty] if ty != "pred" else "p"
             arr = not self._anyreg([x, y])
             ex, ey = self.rd(x, w, arr), self.rd(y, w)
         fl = ty in ("f16", "bf16", "f32", "f64")
@@ -414,8 +416,8 @@ class ArithmeticInstructions:
             self.wr(a[0], f"where({e},u4(0xFFFFFFFF),u4(0))", "u")
 
     def h_selp(self, i, p, a):
-        w = WANT[p[-1]]
-        if a[0][0] == "r" and WID[a[0][1].storage] == WID[w]:
+        w = READ_AS[p[-1]]
+        if a[0][0] == "r" and WIDTH[a[0][1].storage] == WIDTH[w]:
             w = a[0][1].storage
         if w == "x":
             return self.wr(a[0], f"where({self.rd(a[3], 'p')}.repeat(2),{self.rd(a[1], w, True)},{self.rd(a[2], w, True)})", w)
@@ -423,17 +425,17 @@ class ArithmeticInstructions:
         self.wr(a[0], f"where({self.rd(a[3], 'p')},{e1},{e2})", w)
 
     def h_slct(self, i, p, a):
-        w = WANT[p[-2]]
-        c = f"({self.rd(a[3], WANT[p[-1]], True)}>=0)"
+        w = READ_AS[p[-2]]
+        c = f"({self.rd(a[3], READ_AS[p[-1]], True)}>=0)"
         self.wr(a[0], f"where({c},{self.rd(a[1], w, True)},{self.rd(a[2], w, True)})", w)
 
     def fun(self, f, i, p, a):
         ty = p[-1]
         if ty in ("f16", "bf16", "f16x2", "bf16x2"):
             h = "bf16" if "bf" in ty else "f16"
-            w = WANT[ty]
-            return self.wr(a[0], f"toh({f}(unh({self.rd(a[1], w, True)},{h!r})),{h!r},{WID[w]})", w)
-        w = WANT[ty]
+            w = READ_AS[ty]
+            return self.wr(a[0], f"toh({f}(unh({self.rd(a[1], w, True)},{h!r})),{h!r},{WIDTH[w]})", w)
+        w = READ_AS[ty]
         e = f"{f}({self.rd(a[1], w, True)})"
         if "ftz" in p:
             e = f"ftz({e})"
@@ -464,14 +466,14 @@ class ArithmeticInstructions:
         self.fun("np.tanh", i, p, a)
 
     def h_testp(self, i, p, a):
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         f = {"finite": "np.isfinite({0})", "infinite": "np.isinf({0})", "number": "({0}=={0})", "notanumber": "({0}!={0})"}
         if p[1] not in f:
             self.bad()
         self.wr(a[0], f[p[1]].format(self.rd(a[1], w, True)), "p")
 
     def h_copysign(self, i, p, a):
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         self.wr(a[0], f"np.copysign({self.rd(a[2], w, True)},{self.rd(a[1], w, True)})", w)
 
     def h_cvt(self, i, p, a):
@@ -519,7 +521,7 @@ class ArithmeticInstructions:
             sw = FL[st]
             e = self.rd(a[1], sw, True)
         else:
-            sw = WANT[st]
+            sw = READ_AS[st]
             e = self.rd(a[1], sw, True)
         if sw in ("f", "d"):
             if dt in ("f32", "f64"):
@@ -540,7 +542,7 @@ class ArithmeticInstructions:
                     if m_ in mods:
                         e = f"{fn}({e})"
                 return self.wr(a[0], f"toh({e},{dt!r},2)", "h")
-            dw = WANT[dt]
+            dw = READ_AS[dt]
             fn = "np.rint" if "rni" in mods else "np.floor" if "rmi" in mods else "np.ceil" if "rpi" in mods else "np.trunc"
             return self.wr(a[0], f"f2i({fn}({e}),{dw!r})", dw)
         # integer source
@@ -548,15 +550,15 @@ class ArithmeticInstructions:
             return self.wr(a[0], f"i2f({e},{dt!r},{self.rnd(list(mods))!r})", FL[dt])
         if dt in ("f16", "bf16"):
             return self.wr(a[0], f"toh({e}.astype(f4),{dt!r},2)", "h")
-        dw = WANT[dt]
+        dw = READ_AS[dt]
         if sat:
-            lo, hi = (0, (1 << 8 * WID[dw]) - 1) if dw in "bhuU" else (-(1 << (8 * WID[dw] - 1)), (1 << (8 * WID[dw] - 1)) - 1)
-            return self.wr(a[0], f"isat({e},{lo},{hi},{NPT[dw]})", dw)
+            lo, hi = (0, (1 << 8 * WIDTH[dw]) - 1) if dw in "bhuU" else (-(1 << (8 * WIDTH[dw] - 1)), (1 << (8 * WIDTH[dw] - 1)) - 1)
+            return self.wr(a[0], f"isat({e},{lo},{hi},{NUMPY_NAME[dw]})", dw)
         # destination register may be wider than dt: sign/zero extend
-        e = f"{e}.astype({NPT[dw]})"
+        e = f"{e}.astype({NUMPY_NAME[dw]})"
         if a[0][0] == "r":
             sto = a[0][1].storage
-            if WID[sto] > WID[dw]:
+            if WIDTH[sto] > WIDTH[dw]:
                 ext = {"h": "H", "u": "i", "U": "I"}.get(sto, sto) if dw in "BHiI" else sto
-                return self.wr(a[0], f"{e}.astype({NPT[ext]})", ext)
+                return self.wr(a[0], f"{e}.astype({NUMPY_NAME[ext]})", ext)
         self.wr(a[0], e, dw)

@@ -13,7 +13,7 @@ from .memory import MemoryInstructions
 from .modifiers import ALLOWED, may_fail
 from .operands import Operands
 from .ptx import PtxError
-from .types import EXIT, STO
+from .types import EXIT, STORAGE
 from .warp import WarpInstructions
 
 
@@ -42,7 +42,7 @@ class Compiled:
 
     def _storage(self):
         for r in self.kernel.regs:
-            r.storage = STO.get(r.type)
+            r.storage = STORAGE.get(r.type)
             r.fvotes = r.ivotes = 0
         for i in self.kernel.instrs:
             ty = i.parts[-1]

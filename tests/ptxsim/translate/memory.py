@@ -1,7 +1,7 @@
 """ld, st, atom, mbarrier, cp and their relatives."""
 
 from .ptx import TYPE_SIZE
-from .types import BLOCK, NPT, WID
+from .types import BLOCK, NUMPY_NAME, WIDTH
 
 
 class MemoryInstructions:
@@ -11,7 +11,7 @@ class MemoryInstructions:
         """-> (expr, width 'u' or 'U')"""
         base, off = m[1], m[2]
         if base[0] == "r":
-            w = "u" if WID[base[1].storage] == 4 else "U"
+            w = "u" if WIDTH[base[1].storage] == 4 else "U"
             e = self.rd(base, w)
         elif base[0] in ("s", "so"):
             e, w = self.sym(base[1], base[2] if base[0] == "so" else 0)
@@ -71,10 +71,10 @@ class MemoryInstructions:
             x = f"t[{j}]"
             have = uw
             sto = d[1].storage
-            if WID[sto] > sz and signed:
+            if WIDTH[sto] > sz and signed:
                 sg = {1: "i1", 2: "i2", 4: "i4"}[sz]
                 ext = {"h": "H", "u": "i", "U": "I"}[sto]
-                x, have = f"{x}.view({sg}).astype({NPT[ext]})", ext
+                x, have = f"{x}.view({sg}).astype({NUMPY_NAME[ext]})", ext
             self.wr(d, x, have)
 
     h_ldu = h_ld

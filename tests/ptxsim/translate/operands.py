@@ -4,11 +4,11 @@ import numpy as np
 
 from ..formats import f4, f8, u4, u8
 from .ptx import PtxError
-from .types import NPT, WID
+from .types import NUMPY_NAME, WIDTH
 
 
 class Unsupported(PtxError):
-    pass
+    """An instruction or a modifier that is not interpreted, by name."""
 
 
 class Operands:
@@ -44,12 +44,12 @@ class Operands:
                 if want == "d":
                     return self.const(np.full(32, np.array([v & (2**64 - 1)], u8).view(f8)[0]), ("d", v))
                 return self.const(np.full(32, v & (2**64 - 1), u8).view(f4), ("x", v))
-            w = WID[want] * 8
+            w = WIDTH[want] * 8
             v &= (1 << w) - 1
             if want in ("i", "I", "H", "B") and v >> (w - 1):
                 v -= 1 << w
             if arr:
-                return self.const(np.full(32, v, NPT[want]), (want, v))
+                return self.const(np.full(32, v, NUMPY_NAME[want]), (want, v))
             return repr(v) if v >= 0 else f"({v})"
         if k == "f":
             if a[2] == 32:
@@ -112,22 +112,22 @@ class Operands:
         if s == "p" or want == "p":
             if want == "p":
                 self.bad("predicate expected")
-            return f"{e}.astype({NPT[want]})"
-        a, b = WID[s], WID[want]
+            return f"{e}.astype({NUMPY_NAME[want]})"
+        a, b = WIDTH[s], WIDTH[want]
         if a == b:
-            return f"{e}.view({NPT[want]})"
+            return f"{e}.view({NUMPY_NAME[want]})"
         # width change through unsigned
         us = {1: "b", 2: "h", 4: "u", 8: "U"}
         e = self.conv(e, s, us[a])
         if want == "x":
             self.bad("width")
-        e = f"{e}.astype({NPT[us[b]]})"
+        e = f"{e}.astype({NUMPY_NAME[us[b]]})"
         return self.conv(e, us[b], want)
 
     def pack(self, a, want):
         parts = a[1]
         n = len(parts)
-        tot = WID[want]
+        tot = WIDTH[want]
         per = tot // n
         if per == 4:
             if want == "x":
@@ -180,7 +180,7 @@ class Operands:
     def unpack(self, a, e, have):
         parts = a[1]
         n = len(parts)
-        w = WID[have]
+        w = WIDTH[have]
         per = w // n
         self.emit(f"t={e}")
         if per == 4:

@@ -5,35 +5,23 @@ import struct
 
 
 class PtxError(Exception):
-    pass
+    """Text that is not PTX, or PTX that this parser does not know."""
 
 
-TYPE_SIZE = {
-    "b8": 1,
-    "u8": 1,
-    "s8": 1,
-    "b16": 2,
-    "u16": 2,
-    "s16": 2,
-    "f16": 2,
-    "bf16": 2,
-    "b32": 4,
-    "u32": 4,
-    "s32": 4,
-    "f32": 4,
-    "f16x2": 4,
-    "bf16x2": 4,
-    "b64": 8,
-    "u64": 8,
-    "s64": 8,
-    "f64": 8,
-    "f32x2": 8,
-    "b128": 16,
-    "pred": 0,
+_TYPES_OF_SIZE = {
+    0: "pred",
+    1: "b8 u8 s8",
+    2: "b16 u16 s16 f16 bf16",
+    4: "b32 u32 s32 f32 f16x2 bf16x2",
+    8: "b64 u64 s64 f64 f32x2",
+    16: "b128",
 }
+TYPE_SIZE = {name: size for size, names in _TYPES_OF_SIZE.items() for name in names.split()}
 
 
 class Reg:
+    """A register: its name, PTX type and number; how it is stored follows from its uses (`fvotes` as fp32, `ivotes` as anything else)."""
+
     __slots__ = ("fvotes", "idx", "ivotes", "name", "storage", "type")
 
     def __init__(self, name, type_, idx):
@@ -43,6 +31,8 @@ class Reg:
 
 
 class Instr:
+    """An instruction: `op` and its `parts` between dots, operands `args`, predicate `pred` (inverted if `pneg`), line and text."""
+
     __slots__ = ("args", "line", "op", "parts", "pneg", "pred", "scopes", "text")
 
     def __repr__(self):
@@ -50,6 +40,8 @@ class Instr:
 
 
 class Kernel:
+    """An entry: parameters, registers, instructions, labels, symbols declared inside."""
+
     def __init__(self, name):
         self.name = name
         self.params = []  # (name, size, offset)
@@ -63,6 +55,8 @@ class Kernel:
 
 
 class Module:
+    """A parsed PTX file: `kernels` by name, and symbols at file scope."""
+
     def __init__(self, text):
         self.text = text
         self.kernels = {}
@@ -78,6 +72,7 @@ _num = re.compile(r"^-?(0[xX][0-9a-fA-F]+|\d+)U?$")
 
 
 def _split_top(s):
+    """Split at the commas outside all brackets."""
     out, depth, cur = [], 0, []
     for ch in s:
         if ch in "{[(":
@@ -96,6 +91,8 @@ def _split_top(s):
 
 
 class _FnParser:
+    """Parses one body, statement by statement, with the scopes of its braces."""
+
     def __init__(self, kern, module):
         self.k, self.m = kern, module
         self.scopes = [({}, 0)]
@@ -213,6 +210,7 @@ class _FnParser:
 
 
 def _decl_symbol(table, text):
+    """Enter the variable that `text` declares."""
     mm = re.match(r"^(?:\.visible\s+|\.extern\s+|\.weak\s+)*\.(shared|local|const|global|param)\s+(.*)$", text, re.S)
     if not mm:
         return
@@ -245,6 +243,7 @@ def _decl_symbol(table, text):
 
 
 def _strip(text):
+    """Lines without comments and debug information; their numbers stay."""
     text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group(0).count("\n"), text, flags=re.S)
     lines = []
     for ln in text.split("\n"):
@@ -327,6 +326,7 @@ _lab = re.compile(r"^\s*([A-Za-z_$%][\w$%]*)\s*:(?!:)")
 
 
 def _parse_body(mod, k, lines, li):
+    """Parse from the line of the opening brace; the line after the closing one."""
     fp = _FnParser(k, mod)
     depth = 0
     buf, bufline = "", None

@@ -1,6 +1,6 @@
 """Control flow, barriers, and collectives of a warp."""
 
-from .types import BLOCK, CONV, EXIT, WANT
+from .types import BLOCK, CONV, EXIT, READ_AS
 
 
 class WarpInstructions:
@@ -87,7 +87,7 @@ class WarpInstructions:
 
     def h_match(self, i, p, a):
         self.conv_check(i, a[2])
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         act = self.lanes or "np.ones(32,bool)"
         d = a[0]
         dd, pp = (d[1], d[2]) if d[0] == "p" else (d, ("_",))
@@ -106,7 +106,7 @@ class WarpInstructions:
     def h_redux(self, i, p, a):
         self.conv_check(i, a[2])
         act = self.lanes or "None"
-        w = WANT[p[-1]]
+        w = READ_AS[p[-1]]
         self.wr(a[0], f"redux({p[2]!r},{self.rd(a[1], w, True)},{act},{'NaN' in p},{'abs' in p})", w)
 
     def h_bar(self, i, p, a):
