@@ -226,7 +226,7 @@ try:
         splits = sparse_attention.num_splits(settings, 1, HQ, HKV, D, K * BLOCK, m3attn.workspace_limit())
         one_out, one_lse = m3attn.sparse_attention(one_q, cache, one_ids, token, return_lse=True, impl="triton")
         bound.check(one_out, one_lse)
-        print(f"{splits} splits, {splits * HKV} programs: largest error {float((one_out.double() - bound.out).abs().max()):.1e}")
+        print(f"splits {splits}, programs {splits * HKV}: largest error {float((one_out.double() - bound.out).abs().max()):.1e}")
 finally:
     sparse_attention.settings_override = None
 

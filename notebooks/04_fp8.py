@@ -108,7 +108,7 @@ def error_of(x: torch.Tensor, scale: float) -> float:
     return float((stored - x.float()).norm() / x.float().norm())
 
 
-scales = [2.0**e for e in range(-12, 13)]
+scales = [2.0**e for e in range(-18, 13)]
 figure, panel = plt.subplots(figsize=(9, 3), layout="constrained")
 for name, x in (("k", k), ("v / 64", v / 64)):
     (line,) = panel.loglog(scales, [error_of(x, scale) for scale in scales], "o-", base=2, label=name)
@@ -178,7 +178,7 @@ plt.show()
 # many weights lie far below 2^-6, and the row sum is taken from the unrounded P.
 
 # %%
-assert errors["bf16"][0] == 0
+assert errors["bf16"][0] < 1e-12
 assert errors["fp8"][1] < errors["fp8_pv"][1] < errors["fp8"][0]
 print("P.V in e4m3 multiplies the arithmetic error by", round(errors["fp8_pv"][1] / errors["fp8"][1], 1))
 
