@@ -18,7 +18,7 @@ M, N, K = 64, 48, 64
 @cute.kernel
 def kern(gA: cute.Tensor, gB: cute.Tensor, gC: cute.Tensor, mma: cute.TiledMma, sl_a: cute.ComposedLayout, sl_b: cute.ComposedLayout):
     tidx, _, _ = cute.arch.thread_idx()
-    smem = cutlass.utils.SmemAllocator()
+    smem = cutlass.memory.SmemAllocator()
     sA = smem.allocate_tensor(gA.element_type, sl_a, 128)
     sB = smem.allocate_tensor(gB.element_type, sl_b, 128)
     for i in cutlass.range_constexpr(M * K // 128):

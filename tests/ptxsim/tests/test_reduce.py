@@ -18,7 +18,7 @@ N = 256
 def tree_kernel(gx: cute.Tensor, gy: cute.Tensor):
     tidx, _, _ = cute.arch.thread_idx()
     bidx, _, _ = cute.arch.block_idx()
-    smem = cutlass.utils.SmemAllocator()
+    smem = cutlass.memory.SmemAllocator()
     s = smem.allocate_tensor(cutlass.Float32, cute.make_layout(N), byte_alignment=16)
     s[tidx] = gx[bidx, tidx]
     cute.arch.sync_threads()
@@ -35,7 +35,7 @@ def tree_kernel(gx: cute.Tensor, gy: cute.Tensor):
 def warp_kernel(gx: cute.Tensor, gy: cute.Tensor):
     tidx, _, _ = cute.arch.thread_idx()
     bidx, _, _ = cute.arch.block_idx()
-    smem = cutlass.utils.SmemAllocator()
+    smem = cutlass.memory.SmemAllocator()
     s = smem.allocate_tensor(cutlass.Float32, cute.make_layout(8), byte_alignment=16)
     v = gx[bidx, tidx]
     for k in cutlass.range_constexpr(5):
@@ -59,7 +59,7 @@ def warp_kernel(gx: cute.Tensor, gy: cute.Tensor):
 def late_kernel(gx: cute.Tensor, gy: cute.Tensor):
     """a mistake: the barrier is missing"""
     tidx, _, _ = cute.arch.thread_idx()
-    smem = cutlass.utils.SmemAllocator()
+    smem = cutlass.memory.SmemAllocator()
     s = smem.allocate_tensor(cutlass.Float32, cute.make_layout(N), byte_alignment=16)
     s[tidx] = gx[0, tidx]
     gy[tidx] = s[N - 1 - tidx]

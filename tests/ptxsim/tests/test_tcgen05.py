@@ -12,7 +12,7 @@ import cutlass.utils.blackwell_helpers as sm100
 import ptxsim
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.runtime import from_dlpack
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 
 @cute.kernel
@@ -33,7 +33,7 @@ def kern(
     tidx, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     bx, by, _ = cute.arch.block_idx()
-    smem = cutlass.utils.SmemAllocator()
+    smem = cutlass.memory.SmemAllocator()
     sA = smem.allocate_tensor(dt, sl_a.outer, 1024, swizzle=sl_a.inner)
     sB = smem.allocate_tensor(dt, sl_b.outer, 1024, swizzle=sl_b.inner)
     bars = smem.allocate_array(cutlass.Int64, 2)
