@@ -20,10 +20,11 @@ MIN_AMAX = tl.constexpr(2.0**-100)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Elements of a program's tile, and warps for a full tile."""
+    """Elements of a program's tile, warps for a full tile, and elements in a row that a thread of the static cast loads and stores at most."""
 
     elements: int
     num_warps: int
+    run: int = 16
 
 
 SETTINGS: dict[tuple[str, str], Setting] = {
@@ -32,7 +33,13 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("row", "any"): Setting(4096, 4),
 }
 """By mode and architecture; `any` where no measurement says otherwise."""
-CANDIDATES = [Setting(elements, num_warps) for elements in (1024, 2048, 4096, 8192, 16384) for num_warps in (2, 4, 8) if elements >= 256 * num_warps]
+CANDIDATES = [
+    Setting(elements, num_warps, run)
+    for elements in (1024, 2048, 4096, 8192, 16384)
+    for num_warps in (2, 4, 8)
+    for run in (16, 8)
+    if elements >= 256 * num_warps
+]
 settings_override: Setting | None = None
 """Set by a tuner to force one setting."""
 
@@ -45,14 +52,17 @@ TILES_PER_MAXIMUM = 4
 
 
 @triton.jit
-def _tile_offsets(tile, rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, TILES: tl.constexpr):
-    """(rows [R, 1], columns [1, C], offsets of the rows in x and in out [R, 1]); a program owns TILES neighbouring tiles of C columns.
+def _tile_offsets(
+    tile, rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, TILES: tl.constexpr, RUN: tl.constexpr
+):
+    """(rows [R, 1], columns [1, C], offsets of the rows in x and in out [R, 1]); a program owns TILES neighbouring tiles of C columns,
+    and a thread at most RUN neighbouring columns at a time.
 
     Row r is (r // (s1 s2), r // s2 % s1, r % s2) of the leading dimensions, sizes = (s1, s2).
     """
     tiles_across = tl.cdiv(cols, BLOCK_COLS * TILES)
     offs_row = (tile // tiles_across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    offs_col = (tile % tiles_across).to(tl.int64) * (BLOCK_COLS * TILES) + tl.arange(0, BLOCK_COLS)[None, :]
+    offs_col = (tile % tiles_across).to(tl.int64) * (BLOCK_COLS * TILES) + tl.max_contiguous(tl.arange(0, BLOCK_COLS), RUN)[None, :]
     outer, middle, inner = offs_row // (sizes[0] * sizes[1]), offs_row // sizes[1] % sizes[0], offs_row % sizes[1]
     x_offset = outer * x_strides[0] + middle * x_strides[1] + inner * x_strides[2]
     out_offset = outer * out_strides[0] + middle * out_strides[1] + inner * out_strides[2]
@@ -77,11 +87,13 @@ def _wait_for_producer(PDL: tl.constexpr):
 @triton.jit
 def _quantize_kernel(
     x_ptr, out_ptr, value, scale_ptr, rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    EVICTION: tl.constexpr, PDL: tl.constexpr,
+    RUN: tl.constexpr, EVICTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = x / scale, one tile a program."""
     _wait_for_producer(PDL)
-    offs_row, offs_col, x_offset, out_offset = _tile_offsets(tl.program_id(0), rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS, BLOCK_COLS, 1)
+    offs_row, offs_col, x_offset, out_offset = _tile_offsets(
+        tl.program_id(0), rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS, BLOCK_COLS, 1, RUN
+    )
     mask = (offs_row < rows) & (offs_col < cols)
     x = widen(tl.load(x_ptr + x_offset + offs_col, mask=mask, other=0.0, eviction_policy=EVICTION))  # [BLOCK_ROWS, BLOCK_COLS]
     stored = round_to(divide_by_scale(x, value, scale_ptr), out_ptr.dtype.element_ty)
@@ -95,7 +107,7 @@ def _scale_kernel(
 ):  # fmt: skip
     """scale_out = max(scale_out, amax / LARGEST). Division by a constant keeps order: the largest quotient is the quotient of the largest."""
     _wait_for_producer(PDL)
-    offs_row, offs_col, x_offset, _ = _tile_offsets(tl.program_id(0), rows, cols, sizes, x_strides, x_strides, BLOCK_ROWS, BLOCK_COLS, TILES)
+    offs_row, offs_col, x_offset, _ = _tile_offsets(tl.program_id(0), rows, cols, sizes, x_strides, x_strides, BLOCK_ROWS, BLOCK_COLS, TILES, 16)
     amax = tl.zeros([BLOCK_ROWS, BLOCK_COLS], dtype=tl.float32)
     for step in tl.static_range(TILES):
         columns = offs_col + step * BLOCK_COLS
@@ -112,7 +124,7 @@ def _quantize_rows_kernel(
     """scale_out[row] = max(amax of the row, 2^-100) / LARGEST, out = x / scale_out[row]; HELD: a row is one tile, read once."""
     _wait_for_producer(PDL)
     tile = tl.program_id(0)
-    offs_row, offs_col, x_offset, out_offset = _tile_offsets(tile, rows, BLOCK_COLS, sizes, x_strides, out_strides, BLOCK_ROWS, BLOCK_COLS, 1)
+    offs_row, offs_col, x_offset, out_offset = _tile_offsets(tile, rows, BLOCK_COLS, sizes, x_strides, out_strides, BLOCK_ROWS, BLOCK_COLS, 1, 16)
     x = tl.load(x_ptr + x_offset + offs_col, mask=(offs_row < rows) & (offs_col < cols), other=0.0)  # [BLOCK_ROWS, BLOCK_COLS]
     amax = _finite_magnitude(x)
     if not HELD:
@@ -173,7 +185,7 @@ def quantize_fp8(call: QuantizeFp8Call) -> None:
         value, tensor = 1.0, scale_out
     grid = (row_tiles * cdiv(cols, block_cols),)
     eviction = "evict_first" if x.nbytes + out.nbytes > STREAM_BYTES else ""
-    launch(_quantize_kernel, grid, x, out, value, tensor, *layout, out_strides, EVICTION=eviction, PDL=pdl, pdl=pdl, **options)
+    launch(_quantize_kernel, grid, x, out, value, tensor, *layout, out_strides, RUN=setting.run, EVICTION=eviction, PDL=pdl, pdl=pdl, **options)
 
 
 def _merge_dims(x: torch.Tensor, out: torch.Tensor, *, keep_rows: bool) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UserError("needs an NVIDIA GPU, and torch sees none here (torch.cuda.is_available() is False)")
     rows: list[dict[str, Any]] = []
+    folder = results.default_folder() if options.update_results == Path() else options.update_results
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
@@ -59,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
         )
         if options.json is not None:
             results.write(options.json, rows)
+        if folder is not None and not options.tune:
+            results.update(folder, [row])  # at once: a run that a time limit ends has kept what it measured
 
     session = session_of(options, keep)
     with torch.no_grad():
@@ -68,8 +71,7 @@ def run(options: argparse.Namespace) -> int:
     if options.tune:
         print(tune_table(rows) if rows else "nothing was timed")
         return 0 if rows else 1
-    if options.update_results is not None and rows:
-        folder = results.default_folder() if options.update_results == Path() else options.update_results
+    if folder is not None and rows:
         for path in results.update(folder, rows, session.ceilings):
             print(f"wrote {path}", file=sys.stderr)
     print(table(rows) if rows else "nothing was timed")
