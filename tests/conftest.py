@@ -8,3 +8,8 @@ import torch
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """The compile checks first: each takes a minute, and a worker that meets them last keeps the others waiting."""
+    items.sort(key=lambda item: item.path.name != "test_compile.py")
