@@ -173,7 +173,7 @@ class Implementation:
         workspace: `module:function` of `workspace_bytes(shape: WorkShape) -> int`, or the function; None: uses no scratch.
         sources: modules whose text `m3attn.source` shows.
         extra_reasons: a further check, `fn(problem) -> sequence of reasons`, for what data cannot say. If it raises, that is a bug and is raised.
-        needs_arch_features: fp8 GEMM architectures, for mode resolution (`fp8_archs`).
+        fp8_archs: architectures on which it runs e4m3 q over an e4m3 cache, for mode resolution.
         prepare_qkv: for `mla_prefill`: `module:function` of `fn(call: PreparePrefillQkvCall) -> (q, k, v)`, or the function, if the implementation
             rotates, quantises and writes the latent cache itself; None: the plain 16-bit path does.
         built_in: shipped with m3attn; cannot be replaced.

@@ -8,11 +8,12 @@ import m3attn
 from m3attn.batch import LayerCache
 from m3attn.bench import parity
 from m3attn.bench.ceilings import Cost
-from m3attn.bench.inputs import HEAD_DIM, MODES, PAGE_SIZE, random, rotary_table
+from m3attn.bench.inputs import HEAD_DIM, MODES, PAGE_SIZE, random
 from m3attn.bench.parity import ROUNDING, Parity
 from m3attn.bench.shapes import Heads
 from m3attn.bench.workloads import Workload
 from m3attn.dtypes import E4M3
+from m3attn.layers.rope import rotary_table
 from m3attn.reference import merge as reference_merge
 from m3attn.reference.norm_rope import norm_rope
 from m3attn.reference.quantize import saturating_cast

@@ -149,10 +149,3 @@ def page_tables(step: Step, num_pages: int, num_sets: int, generator: torch.Gene
         for start in range(0, num_pages - needed + 1, needed):
             tables.append(order[start : start + needed].view(step.batch, -1))
     return tables[:num_sets]
-
-
-def rotary_table(max_position: int, rotary_dim: int, theta: float) -> torch.Tensor:
-    """[max_position, rotary_dim] fp32, cosines first."""
-    frequency = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-    angle = torch.arange(max_position, dtype=torch.float64)[:, None] * frequency
-    return torch.cat([angle.cos(), angle.sin()], dim=1).float()

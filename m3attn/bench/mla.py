@@ -9,12 +9,13 @@ import m3attn
 from m3attn.bench import parity
 from m3attn.bench.ceilings import Cost
 from m3attn.bench.elementwise import num_sets
-from m3attn.bench.inputs import MODES, random, rotary_table
+from m3attn.bench.inputs import MODES, random
 from m3attn.bench.parity import Parity
 from m3attn.bench.peers import FLASHMLA, Peers
 from m3attn.bench.shapes import Heads
 from m3attn.bench.workloads import SetCall, Workload, sum_of_range
 from m3attn.dtypes import E4M3
+from m3attn.layers.rope import rotary_table
 from m3attn.reference.mla_prefill import mla_prefill as exact_prefill
 from m3attn.reference.mla_quantize import join_heads, rope
 from m3attn.reference.quantize import saturating_cast

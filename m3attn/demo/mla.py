@@ -19,13 +19,13 @@ import torch
 
 import m3attn
 from m3attn.bench import parity
-from m3attn.bench.inputs import rotary_table
 from m3attn.bench.report import aligned, us
 from m3attn.demo import text
 from m3attn.demo.geometry import duration
 from m3attn.demo.model import DTYPE, SUFFIXES, TABLE, suffix_hash
 from m3attn.demo.run import choose_implementation, device_name, progress, text_name
 from m3attn.dtypes import E4M3
+from m3attn.layers.rope import rotary_table
 from m3attn.reference import mla_prefill, mla_sparse
 from m3attn.reference.mla_quantize import join_heads, rope
 

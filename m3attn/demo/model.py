@@ -15,10 +15,10 @@ import torch
 
 import m3attn
 from m3attn.batch import LayerCache, PagedBatch
-from m3attn.bench.inputs import rotary_table
 from m3attn.config import M3Config
 from m3attn.demo.geometry import HEAD_DIM, Geometry
 from m3attn.dtypes import E4M3, E5M2
+from m3attn.layers.rope import rotary_table
 from m3attn.rules import find_rule
 
 DTYPE = torch.bfloat16
