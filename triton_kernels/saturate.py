@@ -24,9 +24,29 @@ def divide_by_scale(x, value, scale_ptr):
     if value is None:
         result = x
     elif scale_ptr is None:
-        result = tl.div_rn(x, value)
+        result = _divide_by_scalar(x, value)
     else:
-        result = tl.div_rn(x, value * tl.load(scale_ptr))
+        result = _divide_by_scalar(x, value * tl.load(scale_ptr))
+    return result
+
+
+@triton.jit
+def _divide_by_scalar(x, scalar):
+    """x / scalar as the IEEE division rounds it, wherever the quotient matters to an fp8 result: in [2^-40, 2^60).
+
+    A division is some twenty instructions an element, more than memory leaves time for. The reciprocal is the same for all elements, and a product
+    corrected by its own remainder is the rounded quotient (Markstein, 1990). Smaller quotients all become zero, larger ones all saturate.
+    """
+    if INTERPRETED:  # has no fused multiply-add
+        result = tl.div_rn(x, scalar)
+    elif (tl.abs(scalar) >= 2.0**-60) & (tl.abs(scalar) <= 2.0**60):
+        reciprocal = tl.div_rn(1.0, scalar)
+        near = x * reciprocal
+        # The signs are such that a quotient of -0 stays -0.
+        remainder = tl.fma(near, scalar, -x)
+        result = tl.where(tl.abs(near) < 2.0**60, tl.fma(-remainder, reciprocal, near), near)
+    else:
+        result = tl.div_rn(x, scalar)
     return result
 
 

@@ -115,11 +115,19 @@ def test_zero_tiny_and_special_inputs(key: str, mode: str) -> None:
 
 
 @QUANTIZE
-@pytest.mark.parametrize("scale", [0.037, 12.5, 1.0 / 3.0, 1e-3, 7e4])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("scale", [0.037, 12.5, 1.0 / 3.0, 1e-3, 7e4, 1e-30, 1e-18, 1e30])
 def test_the_division_is_ieee(key: str, scale: float) -> None:
-    """The very bytes of numpy's fp32 division, which a multiplication by the reciprocal misses at ties."""
-    x = torch.randn(pick(4, 2_000), 1_000, generator=generator(0)) * 100 * scale
-    divided = torch.from_numpy(x.numpy() / np.float32(scale))
+    """The very bytes of numpy's fp32 division, which a multiplication by the reciprocal misses at ties: random values, and those within two
+    units in the last place of a tie, of zeros, of overflow."""
+    rows = pick(4, 2_000)
+    halves = torch.randint(8, 32, (rows, 1_000), generator=generator(1)) * torch.exp2(torch.randint(-16, 8, (rows, 1_000), generator=generator(2)))
+    near_ties = (halves.double() * float(np.float32(scale))).float().view(torch.int32) + torch.randint(-2, 3, halves.shape, generator=generator(3))
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 3.4e38, -3.4e38, 1e-38, -1e-38, 1e-44, -1e-44]).repeat(rows, 1)
+    x = torch.cat([torch.randn(rows, 1_000, generator=generator(0)) * 100 * scale, near_ties.int().view(torch.float32), special], dim=1)
+    x[::2, 1_000:2_000] *= -1
+    with np.errstate(over="ignore"):
+        divided = torch.from_numpy(x.numpy() / np.float32(scale))
     for dtype in (E4M3, E5M2):
         largest = torch.finfo(dtype).max
         expected = divided.clamp(-largest, largest).to(dtype)
