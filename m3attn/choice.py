@@ -24,6 +24,10 @@ class UnsupportedProblem(NotImplementedError):
     """A named implementation cannot run the problem, or no implementation can. The message lists every reason."""
 
 
+class CompileFailed(RuntimeError):
+    """A kernel of an implementation does not compile. auto takes the next implementation; a named choice raises this."""
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a stage runs as it does.

@@ -78,7 +78,8 @@ def arch_number(arch: str) -> int:
 
 _DEVICE_ARCH: dict[torch.device, str] = {}
 compile_target: str | None = None
-"""Set while launches compile for an architecture and run nothing (`triton_kernels.launch.compile_only`): every device counts as that one."""
+"""Set while every device counts as this architecture: launches compile for it and run nothing (`triton_kernels.launch.compile_only`), or run on CPU
+tensors in the interpreter of the tests."""
 
 
 def arch_of(device: torch.device | None = None) -> str:
