@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -125,6 +126,8 @@ def use(choice: str) -> Iterator[None]:
 
 
 _remembered: dict[tuple[object, ...], Implementation] = {}
+_failed: dict[tuple[Implementation, Problem], str] = {}
+"""What auto no longer tries, and the error of its kernel's compilation."""
 
 
 def resolve(stage: str, problem: Problem, impl: str | None = None) -> Implementation:
@@ -143,6 +146,18 @@ def resolve(stage: str, problem: Problem, impl: str | None = None) -> Implementa
             _remembered.clear()
         known = _remembered[key] = _resolve(stage, problem, impl, environment)
     return known
+
+
+def fall_back(implementation: Implementation, problem: Problem, impl: str | None, error: CompileFailed) -> bool:
+    """Whether auto chose `implementation`, which it then leaves out for `problem` from now on, with one warning an implementation."""
+    stage, key = implementation.stage, implementation.key
+    if _explain(stage, problem, impl, os.environ.get("M3ATTN_IMPL")).chosen_by != "auto":
+        return False
+    if all(failed is not implementation for failed, _ in _failed):
+        warnings.warn(f"{stage}: auto leaves {key} out and takes the next implementation: {error}", RuntimeWarning, stacklevel=2)
+    _failed[implementation, problem] = str(error)
+    _remembered.clear()
+    return True
 
 
 def _resolve(stage: str, problem: Problem, impl: str | None, environment: str | None) -> Implementation:
@@ -211,7 +226,8 @@ def _explain(stage: str, problem: Problem, impl: str | None, environment: str | 
     for key in auto_order(stage, problem):
         implementation = registry.find(stage, key)
         assert implementation is not None
-        reasons_by_key[key] = reasons_against(implementation, problem)
+        failure = _failed.get((implementation, problem))
+        reasons_by_key[key] = (*reasons_against(implementation, problem), *((failure,) if failure else ()))
         if chosen is None and not reasons_by_key[key]:
             chosen = key
     return Explanation(stage, problem, chosen, by, reasons_by_key)

@@ -11,9 +11,19 @@ import torch
 from stage_calls import BUILDERS, python, registered
 
 import m3attn
+from m3attn import choice, registry
+from m3attn.builtin import PRIORITIES, Rank
+from m3attn.choice import CompileFailed
+from m3attn.problem import PHASES
 from m3attn.registry import INTERPRETER_HINT, STAGES, Capabilities
 
 STAGE = "select_blocks"
+DTYPE_FIELDS = {
+    "sparse_attention": ("q_dtype", "kv_dtype"),
+    "dense_attention": ("q_dtype", "kv_dtype"),
+    "index_score": ("index_q_dtype", "index_dtype"),
+    "index_topk": ("index_q_dtype", "index_dtype"),
+}
 
 
 def writes(value: int):
@@ -248,28 +258,85 @@ def test_the_architecture_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> 
         m3attn.info()
 
 
+def test_a_failing_compile_makes_auto_fall_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.Size] = []
+
+    def fails(call) -> None:
+        tried.append(call.scores.shape)
+        raise CompileFailed("a_kernel: Variant(topk=2) does not compile for sm_90a: no such instruction")
+
+    expected = BUILDERS[STAGE]()(out=None, impl="reference")
+    with registered(STAGE, "broken", fails, auto=True):
+        with pytest.raises(CompileFailed, match="no such instruction"):
+            first_id(impl="broken")
+        with pytest.raises(CompileFailed), m3attn.use("broken"):
+            first_id()
+        with pytest.warns(RuntimeWarning, match=r"select_blocks: auto leaves broken out .*no such instruction") as seen:
+            for _ in range(3):
+                assert torch.equal(BUILDERS[STAGE]()(out=None), expected)
+            BUILDERS[STAGE]()(out=None, topk=1)
+        assert len(seen) == 1
+        assert len(tried) == 4, "auto tries each problem once"
+        with pytest.raises(CompileFailed):
+            first_id(impl="broken")
+        m3attn.register(STAGE, "broken", writes(7), auto=True, replace=True)
+        assert first_id() == 7
+
+
+def test_other_errors_of_an_implementation_are_raised() -> None:
+    def fails(call) -> None:
+        raise RuntimeError("a bug")
+
+    with registered(STAGE, "broken", fails, auto=True), pytest.raises(RuntimeError, match="a bug"):
+        first_id()
+
+
+def everything_that_auto_chooses() -> dict[tuple[str, str, str], str | None]:
+    return {
+        (stage, phase, dtype): m3attn.explain(stage, arch="sm_90", phase=phase, **{name: dtype for name in DTYPE_FIELDS.get(stage, ())}).chosen
+        for stage in STAGES
+        for phase in PHASES
+        for dtype in ("bf16", "fp8_e4m3")
+    }
+
+
+def test_disabling_cute_is_as_if_cutlass_were_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {stage: (Rank("cute_sm90"), *ranks) for stage, ranks in PRIORITIES.items()}
+    monkeypatch.setattr(choice, "PRIORITIES", first)
+    monkeypatch.setattr(registry, "_importable", {"cutlass": True, "tvm_ffi": True})
+    installed = everything_that_auto_chooses()
+    monkeypatch.setenv("M3ATTN_DISABLE_CUTE", "1")
+    switched_off = everything_that_auto_chooses()
+    monkeypatch.delenv("M3ATTN_DISABLE_CUTE")
+    monkeypatch.setattr(registry, "_importable", {"cutlass": False, "tvm_ffi": True})
+    assert everything_that_auto_chooses() == switched_off
+    with_cute = {i.stage for i in m3attn.implementations() if i.key == "cute_sm90"}
+    assert {stage for (stage, *_), key in installed.items() if key == "cute_sm90"} == with_cute
+    assert "cute_sm90" not in switched_off.values()
+
+
 def test_disabled_cute_is_named_and_changes_auto_to_what_it_is_without(monkeypatch: pytest.MonkeyPatch) -> None:
     without = m3attn.explain(STAGE, arch="sm_90")
-    with registered(STAGE, "cute_sm90", writes(1), auto=True, capabilities=Capabilities(archs=("sm_90",), cpu="yes")):
-        assert m3attn.explain(STAGE, arch="sm_90").chosen == "cute_sm90"
+    with registered(STAGE, "cute_mine", writes(1), auto=True, capabilities=Capabilities(archs=("sm_90",), cpu="yes")):
+        assert m3attn.explain(STAGE, arch="sm_90").chosen == "cute_mine"
         assert first_id() == 1
         monkeypatch.setenv("M3ATTN_DISABLE_CUTE", "1")
         off = m3attn.explain(STAGE, arch="sm_90")
         assert off.chosen == without.chosen == "triton"
-        assert off.reasons["cute_sm90"] == ("switched off by M3ATTN_DISABLE_CUTE=1",)
+        assert off.reasons["cute_mine"] == ("switched off by M3ATTN_DISABLE_CUTE=1",)
         assert first_id() != 1
-        with pytest.raises(m3attn.UnsupportedProblem, match=r"'cute_sm90' .* cannot run this: switched off by M3ATTN_DISABLE_CUTE=1"):
-            first_id(impl="cute_sm90")
-        with pytest.raises(m3attn.UnsupportedProblem, match=r"switched off by M3ATTN_DISABLE_CUTE=1"), m3attn.use("cute_sm90"):
+        with pytest.raises(m3attn.UnsupportedProblem, match=r"'cute_mine' .* cannot run this: switched off by M3ATTN_DISABLE_CUTE=1"):
+            first_id(impl="cute_mine")
+        with pytest.raises(m3attn.UnsupportedProblem, match=r"switched off by M3ATTN_DISABLE_CUTE=1"), m3attn.use("cute_mine"):
             first_id()
         with (
             registered(STAGE, "refuses", writes(5), extra_reasons=lambda p: ["is on holiday"]),
             pytest.raises(m3attn.UnsupportedProblem) as refusal,
         ):
             first_id(impl="refuses")
-        assert "cute_sm90" not in str(refusal.value)
+        assert "cute_mine" not in str(refusal.value)
         monkeypatch.setenv("M3ATTN_DISABLE_CUTE", "0")
-        assert first_id(impl="cute_sm90") == 1
+        assert first_id(impl="cute_mine") == 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
