@@ -17,6 +17,7 @@ from m3attn.bench.ceilings import Ceilings, Cost
 from m3attn.bench.inputs import MODES, Pool, StepInputs, plan
 from m3attn.bench.parity import Parity, worst
 from m3attn.bench.peers import Peers
+from m3attn.bench.recorded import M3_GROUP, RecordedShape
 from m3attn.bench.selections import KINDS
 from m3attn.bench.shapes import Heads, Shape, sizes, step_shapes
 from m3attn.bench.stages import SIZE_STAGES, STEP_STAGES, TP1
@@ -33,7 +34,8 @@ SEED = 20260729
 class Request:
     """What to time. None: the stage's own default. `modes` that a stage does not have are left out for it.
 
-    With another rule than `topk`, the one stage to time is index_topk: as index_score and then the rule.
+    With another rule than `topk`, the one stage to time is index_topk: as index_score and then the rule. With `recorded` shapes it is
+    sparse_attention, on their ids.
     """
 
     stages: tuple[str, ...]
@@ -45,6 +47,7 @@ class Request:
     sample_rows: int = 64
     grid_sample_rows: int = 8
     rule: str = "topk"
+    recorded: tuple[RecordedShape, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Job:
     heads: Heads | None
     mode: str
     selection: str | None
+    ids: torch.Tensor | None = None
 
     @property
     def heads_label(self) -> str:
@@ -132,9 +136,12 @@ def jobs(request: Request) -> Iterator[Job]:
     """Every job of a request, in order.
 
     Raises:
-        ValueError: an unknown stage, shape, mode or rule, or a rule for a stage that selects nothing.
+        ValueError: an unknown stage, shape, mode or rule, a rule for a stage that selects nothing, or recorded ids for one that takes none.
     """
     find_rule(request.rule)
+    if request.recorded:
+        yield from _recorded_jobs(request)
+        return
     if request.rule != "topk" and set(request.stages) != {"index_topk"}:
         raise ValueError(f"rule: expected topk for {', '.join(request.stages)}, got {request.rule!r}; other rules are timed as stage index_topk")
     for stage in request.stages:
@@ -178,6 +185,18 @@ def _step_jobs(stage: str, request: Request) -> Iterator[Job]:
                 for mode in _modes(spec.modes, request.modes):
                     for selection in _selections(spec.selects, request.selections, name):
                         yield Job(stage, shape, shape.name, heads, mode, selection)
+
+
+def _recorded_jobs(request: Request) -> Iterator[Job]:
+    if set(request.stages) != {"sparse_attention"} or request.shapes or request.selections:
+        raise ValueError(f"--ids: expected stage sparse_attention without shapes or selections, got {', '.join(request.stages)}")
+    for recorded in request.recorded:
+        groups = recorded.num_kv_heads
+        for heads in request.heads or (Heads(M3_GROUP * groups, groups),):
+            if heads.num_kv != groups:
+                raise ValueError(f"--heads: expected {groups} KV heads, those of the recorded ids, got {heads}")
+            for mode in _modes(STEP_STAGES["sparse_attention"].modes, request.modes):
+                yield Job("sparse_attention", recorded.shape, recorded.shape.name, heads, mode, recorded.selection, recorded.ids)
 
 
 def _selections(selects: bool, asked: tuple[str, ...] | None, shape_name: str) -> tuple[str | None, ...]:
@@ -272,6 +291,7 @@ def _run_steps(job: Job, request: Request, session: Session) -> Collected:
         replay=shape.replay,
         peers=peers,
         rule=request.rule,
+        ids=job.ids,
     )
     collected = Collected()
     for step, step_plan in zip(shape.steps, plans, strict=True):

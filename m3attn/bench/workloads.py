@@ -53,13 +53,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the builders of step stages share."""
+    """What the builders of step stages share. `ids`: the blocks to attend to; None: those of `selection`."""
 
     selection: str | None
     sample_rows: int
     replay: bool
     peers: Peers | None = None
     rule: str = "topk"
+    ids: torch.Tensor | None = None
 
 
 def visible_pairs(step: Step, first_position: int = 0) -> int:
@@ -115,7 +116,7 @@ def sparse_cost(inputs: StepInputs, ids: torch.Tensor) -> Cost:
     keys = torch.where(ids >= 0, seen, 0).sum().item()
     blocks = -(-step.seq_len // BLOCK_SIZE)
     touched = torch.zeros(heads.num_kv, step.batch, blocks + 1, dtype=torch.bool, device=ids.device)
-    by_request = ids.view(heads.num_kv, step.batch, step.q_len * TOPK).long()
+    by_request = ids.view(heads.num_kv, step.batch, step.q_len * ids.shape[2]).long()
     touched.scatter_(2, torch.where(by_request >= 0, by_request, blocks), True)
     distinct = touched[..., :blocks].sum().item()
     return attention_cost(inputs, keys * (heads.num_q // heads.num_kv), distinct * min(BLOCK_SIZE, step.seq_len))
@@ -244,11 +245,16 @@ def peer_attention(peers: Peers, inputs: StepInputs, options: Options) -> Callab
     return lambda i, ids, out: attend(inputs, inputs.batches[i], ids, out)
 
 
+def selected(inputs: StepInputs, options: Options) -> torch.Tensor:
+    """ids [Hkv, T, K]: the recorded ones, or a new draw of the asked-for selection."""
+    if options.ids is not None:
+        return options.ids.to(inputs.q.device)
+    return selections.select(inputs.step, options.selection or "N", num_kv_heads=inputs.heads.num_kv, generator=inputs.generator)
+
+
 def sparse_attention(inputs: StepInputs, options: Options) -> Workload:
     sample = sampled(inputs, options)
-    all_ids = [
-        selections.select(inputs.step, options.selection or "N", num_kv_heads=inputs.heads.num_kv, generator=inputs.generator) for _ in inputs.batches
-    ]
+    all_ids = [selected(inputs, options) for _ in inputs.batches]
     expected = sample.sparse_attention(inputs.q, inputs.cache, all_ids[0])
     out = attention_buffer(inputs)
 

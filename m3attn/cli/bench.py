@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", nargs="+", metavar="Hq/Hkv", help="default 64/4 (M3 at TP4 is 16/1, at TP8 8/1); 128/1 and 64/1 for sparse MLA")
     parser.add_argument("--mode", nargs="+", default=["bf16"], metavar="MODE", help="bf16 fp16 widen fp8 fp8_pv (default bf16)")
     parser.add_argument("--selection", nargs="+", choices=("N", "R"), help="block selections of sparse_attention: N correlated, R random")
+    parser.add_argument("--ids", type=Path, metavar="FILE", help="time sparse_attention on the ids that m3attn.analysis.record kept there")
     parser.add_argument("--impl", nargs="+", metavar="KEY", help="implementations; default: every one but reference")
     parser.add_argument("--rule", default="topk", help="selection rule of stage index_topk (default topk, M3's own)")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with vLLM's Triton kernels and FlashMLA, timed in the same run")
@@ -80,6 +81,8 @@ def run(options: argparse.Namespace) -> int:
 
 def request_of(options: argparse.Namespace) -> Any:
     """The run that the options ask for, every name checked. Raises UserError."""
+    from m3attn.analysis.ids_file import load_ids
+    from m3attn.bench import recorded
     from m3attn.bench.run import Request, jobs
     from m3attn.bench.shapes import Heads
     from m3attn.bench.stages import TIMED_BY_DEFAULT
@@ -89,7 +92,7 @@ def request_of(options: argparse.Namespace) -> Any:
     sample_rows = options.sample_rows // 4 if options.quick else options.sample_rows
     try:
         request = Request(
-            stages=(options.tune,) if options.tune else tuple(options.stages or TIMED_BY_DEFAULT),
+            stages=(options.tune,) if options.tune else tuple(options.stages or (("sparse_attention",) if options.ids else TIMED_BY_DEFAULT)),
             shapes=tuple(options.shapes) if options.shapes else None,
             heads=tuple(Heads.parse(h) for h in options.heads) if options.heads else None,
             modes=tuple(options.mode),
@@ -98,13 +101,16 @@ def request_of(options: argparse.Namespace) -> Any:
             sample_rows=max(2, sample_rows),
             grid_sample_rows=max(2, sample_rows // 8),
             rule=options.rule,
+            recorded=tuple(recorded.shapes(load_ids(options.ids))) if options.ids else (),
         )
         for key in request.implementations or ():
             parse_choice(key)
-        if request.rule != "topk" and options.update_results is not None:
-            raise ValueError("--update-results: expected rule topk, since result files hold M3's own selection only")
+        if (request.rule != "topk" or request.recorded) and options.update_results is not None:
+            raise ValueError("--update-results: expected rule topk and no --ids, since result files hold named shapes and M3's own selection only")
         if not list(jobs(request)):
             raise ValueError(f"nothing to time: {', '.join(request.stages)} has none of the modes {', '.join(request.modes)}")
+    except FileNotFoundError as error:
+        raise UserError(f"--ids: there is no file {options.ids}") from error
     except ValueError as error:
         raise UserError(str(error)) from error
     return request
