@@ -21,7 +21,7 @@ from m3attn.pools.latent import LatentKVPool
 from m3attn.pools.paged import PagedKVPool
 from m3attn.pools.pages import OutOfPages, PageAllocator
 from m3attn.problem import Problem
-from m3attn.registry import Capabilities, Implementation, implementations, register, unregister
+from m3attn.registry import BrokenImplementation, Capabilities, Implementation, implementations, register, unregister
 from m3attn.rules import register_rule, rules, unregister_rule
 from m3attn.stages.dense_attention import dense_attention
 from m3attn.stages.index_score import index_score
@@ -44,6 +44,7 @@ add_builtin_implementations()
 
 __all__ = [
     "AttentionMode",
+    "BrokenImplementation",
     "Capabilities",
     "Explanation",
     "HeadCounts",

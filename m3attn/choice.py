@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from m3attn import registry
 from m3attn.builtin import PRIORITIES
 from m3attn.problem import Problem
-from m3attn.registry import STAGES, Implementation
+from m3attn.registry import STAGES, BrokenImplementation, Implementation
 
 logger = logging.getLogger("m3attn")
 
@@ -23,10 +23,6 @@ _in_use: ContextVar[str | None] = ContextVar("m3attn_use", default=None)
 
 class UnsupportedProblem(NotImplementedError):
     """A named implementation cannot run the problem, or no implementation can. The message lists every reason."""
-
-
-class CompileFailed(RuntimeError):
-    """A kernel of an implementation does not compile. auto takes the next implementation; a named choice raises this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,7 @@ def use(choice: str) -> Iterator[None]:
 
 _remembered: dict[tuple[object, ...], Implementation] = {}
 _failed: dict[tuple[Implementation, Problem], str] = {}
-"""What auto no longer tries, and the error of its kernel's compilation."""
+"""What auto no longer tries, and the error."""
 
 
 def resolve(stage: str, problem: Problem, impl: str | None = None) -> Implementation:
@@ -148,7 +144,7 @@ def resolve(stage: str, problem: Problem, impl: str | None = None) -> Implementa
     return known
 
 
-def fall_back(implementation: Implementation, problem: Problem, impl: str | None, error: CompileFailed) -> bool:
+def fall_back(implementation: Implementation, problem: Problem, impl: str | None, error: BrokenImplementation) -> bool:
     """Whether auto chose `implementation`, which it then leaves out for `problem` from now on, with one warning an implementation."""
     stage, key = implementation.stage, implementation.key
     if _explain(stage, problem, impl, os.environ.get("M3ATTN_IMPL")).chosen_by != "auto":

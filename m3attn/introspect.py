@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from m3attn import registry
-from m3attn.choice import auto_order, m3_problem
+from m3attn.choice import auto_order, disabled_by_switch, m3_problem
 from m3attn.dtypes import dtype_name
 from m3attn.problem import arch_of
 from m3attn.version import __version__
@@ -140,4 +140,6 @@ def workspace_bytes(
     found = [i for key in keys if (i := registry.find(stage, key)) is not None]
     if not found:
         raise ValueError(f"impl: expected one of {', '.join(i.key for i in registry.implementations(stage))} for {stage}, got {impl!r}")
+    if impl is None:
+        found = [i for i in found if not i.capabilities.missing_packages() and not disabled_by_switch(i.key)]
     return max(i.workspace_bytes(shape) for i in found)

@@ -45,6 +45,7 @@ class Capabilities:
         archs: the exact architectures (`sm_90`), for kernels built for one; None: every one from `min_arch` up.
         cpu: how CPU tensors are taken: `yes`, `interpreter` (Triton's), or `no`.
         modes: main-branch modes (`Problem.mode`); e4m3_min_arch: lowest capability for e4m3 data.
+        needs_zero_on_alloc: NaN behind a sequence in its last page would reach the output.
         needs: importable packages.
     """
 
@@ -69,15 +70,14 @@ class Capabilities:
     phases: tuple[str, ...] = ("prefill", "decode", "verify")
     sink: bool = True
     lse: bool = True
+    needs_zero_on_alloc: bool = False
     needs: tuple[str, ...] = ()
 
     def reasons(self, problem: Problem) -> tuple[str, ...]:
         """Every reason these capabilities do not cover `problem`."""
         found: list[str] = []
         found += self._arch_reasons(problem)
-        for package in self.needs:
-            if not _is_importable(package):
-                found.append(f"needs the package {package}, which is not installed")
+        found += [f"needs the package {package}, which is not installed" for package in self.missing_packages()]
         for what, accepted, got in (
             ("mode", self.modes, problem.mode),
             ("q dtype", self.q_dtypes, problem.q_dtype),
@@ -111,7 +111,12 @@ class Capabilities:
             found.append("has no sink key")
         if problem.lse and not self.lse:
             found.append("returns no LSE")
+        if self.needs_zero_on_alloc and not problem.zero_on_alloc:
+            found.append("needs finite bytes behind each sequence in its last page: declare such a cache with zero_on_alloc=True")
         return tuple(found)
+
+    def missing_packages(self) -> list[str]:
+        return [package for package in self.needs if not _is_importable(package)]
 
     def _arch_reasons(self, problem: Problem) -> list[str]:
         if problem.arch == "cpu":
@@ -217,13 +222,21 @@ class Implementation:
 _loaded: dict[str, Callable[..., Any]] = {}
 
 
+class BrokenImplementation(RuntimeError):
+    """An implementation's module cannot be imported, or its kernel does not compile. auto takes the next one; a named choice raises this."""
+
+
 def _load(target: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(target, str):
         return target
     function = _loaded.get(target)
     if function is None:
         module, _, name = target.partition(":")
-        function = _loaded[target] = getattr(importlib.import_module(module), name)
+        try:
+            imported = importlib.import_module(module)
+        except Exception as error:  # a package that is installed and broken raises anything
+            raise BrokenImplementation(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+        function = _loaded[target] = getattr(imported, name)
     return function
 
 

@@ -13,9 +13,9 @@ import cutlass.cute as cute
 import torch
 import tvm_ffi
 
-from m3attn.choice import CompileFailed
 from m3attn.dsl_kernels.common.cache import KernelCache, describe
 from m3attn.problem import arch_of
+from m3attn.registry import BrokenImplementation
 
 Variant = TypeVar("Variant")
 
@@ -81,7 +81,7 @@ class CuteKernel(Generic[Variant]):
 
         Raises:
             VariantNotReady: a CUDA graph is being captured, and the variant is not in memory.
-            CompileFailed: the DSL or ptxas refused it.
+            BrokenImplementation: the DSL or ptxas refused it.
         """
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return self.for_arch(variant, arch_of(device), capturing=capturing)
@@ -100,7 +100,7 @@ class CuteKernel(Generic[Variant]):
         try:
             return cute.compile(jit_function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {compile_arch(arch)}")
         except Exception as error:  # whatever the DSL or ptxas raises: no GPU code came of it
-            raise CompileFailed(f"{self.name}: {describe(variant)} does not compile for {arch}: {type(error).__name__}: {error}") from error
+            raise BrokenImplementation(f"{self.name}: {describe(variant)} does not compile for {arch}: {type(error).__name__}: {error}") from error
 
     def _compile_and_load(self, variant: Variant, arch: str) -> Compiled:
         compiled = self.compile(variant, arch)

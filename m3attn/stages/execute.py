@@ -12,9 +12,9 @@ import torch
 
 from m3attn.batch import PagedBatch
 from m3attn.checks import check_no_grad, check_outputs
-from m3attn.choice import CompileFailed, fall_back, resolve
+from m3attn.choice import fall_back, resolve
 from m3attn.problem import Problem
-from m3attn.registry import Implementation
+from m3attn.registry import BrokenImplementation, Implementation
 from m3attn.scales import Scale
 from m3attn.workspace import WorkShape
 
@@ -34,21 +34,21 @@ def execute(
 
     Raises:
         UnsupportedProblem, NotImplementedError, ValueError: as `resolve`, gradients, workspace.
-        CompileFailed: a named implementation's kernel does not compile; auto goes on to the next implementation.
+        BrokenImplementation: a named implementation cannot be imported or compiled; auto goes on to the next one.
     """
     inputs = tuple(inputs)
     while True:
         implementation = resolve(stage, problem, impl)
         check_no_grad(implementation.key, inputs)
-        if shape is not None and (scratch := scratch_for(implementation, shape, workspace, device)) is not None:
-            if workspace is not None:
-                tensors = {f.name: t for f in fields(call) if f.name != "workspace" and isinstance(t := getattr(call, f.name), torch.Tensor)}
-                check_outputs({"workspace": workspace}, tensors)
-            call = replace(call, workspace=scratch)
-        log_call(stage, implementation.key, call)
         try:
-            return implementation.load()(call)
-        except CompileFailed as error:
+            ready = call
+            if shape is not None and (scratch := scratch_for(implementation, shape, workspace, device)) is not None:
+                if workspace is not None:
+                    check_outputs({"workspace": workspace}, {f.name: t for f in fields(call) if isinstance(t := getattr(call, f.name), torch.Tensor)})
+                ready = replace(call, workspace=scratch)
+            log_call(stage, implementation.key, ready)
+            return implementation.load()(ready)
+        except BrokenImplementation as error:
             if not fall_back(implementation, problem, impl, error):
                 raise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ from stage_calls import BUILDERS, python, registered
 import m3attn
 from m3attn import choice, registry
 from m3attn.builtin import PRIORITIES, Rank
-from m3attn.choice import CompileFailed
 from m3attn.problem import PHASES
-from m3attn.registry import INTERPRETER_HINT, STAGES, Capabilities
+from m3attn.registry import INTERPRETER_HINT, STAGES, BrokenImplementation, Capabilities
 
 STAGE = "select_blocks"
 DTYPE_FIELDS = {
@@ -263,13 +263,13 @@ def test_a_failing_compile_makes_auto_fall_back_with_one_warning(monkeypatch: py
 
     def fails(call) -> None:
         tried.append(call.scores.shape)
-        raise CompileFailed("a_kernel: Variant(topk=2) does not compile for sm_90a: no such instruction")
+        raise BrokenImplementation("a_kernel: Variant(topk=2) does not compile for sm_90a: no such instruction")
 
     expected = BUILDERS[STAGE]()(out=None, impl="reference")
     with registered(STAGE, "broken", fails, auto=True):
-        with pytest.raises(CompileFailed, match="no such instruction"):
+        with pytest.raises(BrokenImplementation, match="no such instruction"):
             first_id(impl="broken")
-        with pytest.raises(CompileFailed), m3attn.use("broken"):
+        with pytest.raises(BrokenImplementation), m3attn.use("broken"):
             first_id()
         with pytest.warns(RuntimeWarning, match=r"select_blocks: auto leaves broken out .*no such instruction") as seen:
             for _ in range(3):
@@ -277,10 +277,20 @@ def test_a_failing_compile_makes_auto_fall_back_with_one_warning(monkeypatch: py
             BUILDERS[STAGE]()(out=None, topk=1)
         assert len(seen) == 1
         assert len(tried) == 4, "auto tries each problem once"
-        with pytest.raises(CompileFailed):
+        with pytest.raises(BrokenImplementation):
             first_id(impl="broken")
         m3attn.register(STAGE, "broken", writes(7), auto=True, replace=True)
         assert first_id() == 7
+
+
+def test_a_module_that_cannot_be_imported_counts_as_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad_kernels.py").write_text("raise AttributeError('this driver is too old')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with registered(STAGE, "broken", "bad_kernels:run", workspace="bad_kernels:workspace_bytes", auto=True):
+        with pytest.raises(BrokenImplementation, match="bad_kernels cannot be imported: AttributeError: this driver is too old"):
+            first_id(impl="broken")
+        with pytest.warns(RuntimeWarning, match="auto leaves broken out .*this driver is too old"):
+            assert torch.equal(BUILDERS[STAGE]()(out=None), BUILDERS[STAGE]()(out=None, impl="reference"))
 
 
 def test_other_errors_of_an_implementation_are_raised() -> None:
