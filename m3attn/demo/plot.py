@@ -22,7 +22,7 @@ def chosen_blocks(ids: torch.Tensor, num_blocks: int, max_rows: int = MAX_ROWS) 
     return sums / counts
 
 
-def draw(ids: torch.Tensor, num_blocks: int, block_size: int, path: Path) -> None:
+def draw(ids: torch.Tensor, num_blocks: int, block_size: int, path: Path, *, title: str = "Blocks chosen by each query, last layer") -> None:
     """Write the picture of ids [Hkv, T, K] to `path`.
 
     Raises:
@@ -42,5 +42,5 @@ def draw(ids: torch.Tensor, num_blocks: int, block_size: int, path: Path) -> Non
         panel.set_title(f"KV group {group}")
         panel.set_xlabel(f"block of {block_size} positions")
     panels[0].set_ylabel("query position")
-    figure.suptitle("Blocks chosen by each query, last layer")
+    figure.suptitle(title)
     figure.savefig(path, dpi=150)

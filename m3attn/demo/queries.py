@@ -8,7 +8,7 @@ import torch
 
 from m3attn.batch import PagedBatch
 from m3attn.demo.model import Model
-from m3attn.demo.text import block_text, line_at
+from m3attn.demo.text import Passages
 from m3attn.reference import index
 
 NUM_QUERIES = 3
@@ -25,11 +25,15 @@ class Selected:
     best: tuple[tuple[int, float], ...]
 
 
+def shares(tokens: int) -> list[int]:
+    """At most three positions, from past the half of `tokens` on."""
+    return list(dict.fromkeys(max(0, int(tokens * share) - 1) for share in (0.55, 0.75, 1.0)))
+
+
 def positions(content: bytes, tokens: int) -> list[int]:
     """At most three positions past the half of the text, each moved back to the end of a word."""
     found: list[int] = []
-    for share in (0.55, 0.75, 1.0):
-        position = max(0, int(tokens * share) - 1)
+    for position in shares(tokens):
         end = position
         while end > 0 and not (chr(content[end]).isalnum() and (end + 1 == tokens or not chr(content[end + 1]).isalnum())):
             end -= 1
@@ -48,19 +52,24 @@ def look(model: Model, content: bytes) -> list[Selected]:
     for position in positions(content, ids.shape[1]):
         batch = PagedBatch.from_lengths([1], [position + 1], model.pages[None], page_size=size, block_size=size)
         scores = index.index_score(index_q[position : position + 1], cache.index_key(), batch, dtype=torch.float64)[0, 0]
-        chosen = [[i for i in row if i >= 0] for row in ids[:, position].tolist()]
-        best = sorted(chosen[0], key=lambda block: -scores[block].item())
-        found.append(Selected(position, tuple(map(tuple, chosen)), tuple((block, scores[block].item()) for block in best)))
+        found.append(selected(position, ids, scores))
     return found
 
 
-def describe(selected: Selected, content: bytes, block_size: int) -> str:
+def selected(position: int, ids: torch.Tensor, scores: torch.Tensor) -> Selected:
+    """The selection of the query in row `position` of ids [Hkv, T, K], with group 0's scores [blocks]."""
+    chosen = [[i for i in row if i >= 0] for row in ids[:, position].tolist()]
+    best = sorted(chosen[0], key=lambda block: -scores[block].item())
+    return Selected(position, tuple(map(tuple, chosen)), tuple((block, scores[block].item()) for block in best))
+
+
+def describe(selected: Selected, passages: Passages) -> str:
     """A query's line, the text of its best blocks, and the blocks of every KV group."""
-    lines = [f"query at byte {selected.position}, after: {line_at(content, selected.position)[-SHOWN_CHARACTERS:]}"]
-    own = selected.position // block_size
+    lines = [f"query at {passages.unit} {selected.position}, after: {passages.line(selected.position)[-SHOWN_CHARACTERS:]}"]
+    own = selected.position // passages.block_size
     shown = [pair for pair in selected.best if pair[0] != own][:NUM_BLOCKS]
     for block, score in shown:
-        lines.append(f"  block {block:4d}, score {score:6.1f}: {block_text(content, block, block_size)[:SHOWN_CHARACTERS]}")
+        lines.append(f"  block {block:4d}, score {score:6.1f}: {passages.block(block)[:SHOWN_CHARACTERS]}")
     if not shown:
         lines.append("  it sees its own block only")
     for group, ids in enumerate(selected.ids):

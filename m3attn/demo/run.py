@@ -226,7 +226,7 @@ def show_queries(model: Model, content: bytes) -> None:
     print("index queries and keys share one projection and the weights are random: a query scores blocks that resemble what it has just read")
     for selected in queries.look(model, content):
         print()
-        print(queries.describe(selected, content, model.geometry.block_size))
+        print(queries.describe(selected, text.ByteText(content, model.geometry.block_size)))
     print()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Protocol
 
 SHIPPED = "attention.txt"
 
@@ -41,3 +43,52 @@ def line_at(content: bytes, position: int) -> str:
 
 def block_text(content: bytes, block: int, block_size: int) -> str:
     return readable(content[block * block_size : (block + 1) * block_size])
+
+
+class Passages(Protocol):
+    """A text as a query sees it: `unit` is what a position counts."""
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    def line(self, position: int) -> str:
+        """What the query at `position` has read of its line."""
+        ...
+
+    def block(self, number: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByteText:
+    """A text whose bytes are the tokens."""
+
+    content: bytes
+    block_size: int
+    unit: str = "byte"
+
+    def line(self, position: int) -> str:
+        return line_at(self.content, position)
+
+    def block(self, number: int) -> str:
+        return block_text(self.content, number, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A text with a tokenizer's tokens; `offsets` are the characters [begin, end) of each."""
+
+    content: str
+    offsets: tuple[tuple[int, int], ...]
+    block_size: int
+    unit: str = "token"
+
+    def line(self, position: int) -> str:
+        end = self.offsets[position][1]
+        return readable(self.content[self.content.rfind("\n", 0, max(0, end - 1)) + 1 : end].encode())
+
+    def block(self, number: int) -> str:
+        spans = self.offsets[number * self.block_size : (number + 1) * self.block_size]
+        return readable(self.content[spans[0][0] : spans[-1][1]].encode())
