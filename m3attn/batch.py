@@ -125,6 +125,8 @@ class LayerCache:
         index_k: [pages, page_size, Di], the one shared index key head; None for a dense layer.
         kv_dtype, index_dtype: the fp8 format of uint8 storage; None means the tensor's own dtype.
         k_scale, v_scale, index_k_scale: None (= 1), a float, or a one-element fp32 device tensor; value = stored * scale.
+        zero_on_alloc: the caller's word that all bytes behind a sequence, in the last of its pages, are finite, as in a pool that zeroes the pages
+            it hands out. Some optional packages need that; m3attn's own kernels read caches that hold anything there.
     """
 
     k: torch.Tensor | None = None
@@ -136,6 +138,7 @@ class LayerCache:
     k_scale: ScaleLike = None
     v_scale: ScaleLike = None
     index_k_scale: ScaleLike = None
+    zero_on_alloc: bool = False
 
     def key_value(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as [pages, Hkv, page_size, D] views in their element type.

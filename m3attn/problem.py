@@ -22,6 +22,7 @@ class Problem:
         page_size, block_size, topk: tokens, positions, blocks.
         q_dtype, kv_dtype, index_q_dtype, index_dtype: names from `m3attn.dtypes`; `none` where the stage has none.
         sink, lse, fp8_pv, dynamic_scale: whether the call uses them.
+        zero_on_alloc: what the cache declares (`LayerCache.zero_on_alloc`).
         phase: `prefill`, `decode` or `verify`.
     """
 
@@ -43,6 +44,7 @@ class Problem:
     lse: bool = False
     fp8_pv: bool = False
     dynamic_scale: bool = False
+    zero_on_alloc: bool = False
     phase: str = "prefill"
 
     @property

@@ -36,6 +36,7 @@ class M3Attention(nn.Module):
         shard: this rank's place in tensor parallelism. KV heads (and their index heads) are replicated where there are more ranks.
         fp8_pv: P and V on fp8 tensor cores where the mode is fp8; else it has no effect.
         q_scale, index_q_scale: of queries that the mode quantises; else they have no effect.
+        zero_on_alloc: the caches that this layer will get declare it (`LayerCache.zero_on_alloc`); implementations that need it may be chosen.
         cos_sin: [max_position, rotary_dim], cosines first, fp32 or the layer's dtype, one for all layers of a model; None: a table of its own.
         dtype, device: of the weights and activations; bf16, fp16 or fp32.
 
@@ -64,6 +65,7 @@ class M3Attention(nn.Module):
         fp8_pv: bool = False,
         q_scale: ScaleLike = None,
         index_q_scale: ScaleLike = None,
+        zero_on_alloc: bool = False,
         cos_sin: torch.Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
@@ -84,7 +86,9 @@ class M3Attention(nn.Module):
             block_size=config.block_size,
             topk=config.topk,
             q_dtype=dtype_name(dtype),
+            zero_on_alloc=zero_on_alloc,
         )
+        self.zero_on_alloc = zero_on_alloc
         self.mode = resolve_attention_mode(
             problem, kv_cache_dtype=kv_cache_dtype, index_cache_dtype=index_cache_dtype, page_size=page_size, implementation=implementation
         )
@@ -149,6 +153,8 @@ class M3Attention(nn.Module):
         if plan.max_seqlen_k > self.cos_sin.shape[0]:
             raise ValueError(f"plan.max_seqlen_k: expected at most the {self.cos_sin.shape[0]} positions of cos_sin, got {plan.max_seqlen_k}")
         plan.check_cache(cache, sparse=self.runs_index)
+        if self.zero_on_alloc and not cache.zero_on_alloc:
+            raise ValueError("cache.zero_on_alloc: expected True, as the layer was built for, got False")
 
     def forward(self, x: torch.Tensor, plan: StepPlan, cache: LayerCache) -> torch.Tensor:
         """One layer of a step: writes the step's keys and values to the cache, then attends.

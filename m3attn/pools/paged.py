@@ -45,7 +45,8 @@ class PagedKVPool:
         packed: K and V in one tensor, or in two.
         layout: how a page lies in memory: HND (head, token, dim) or NHD (token, head, dim). `LayerCache` has the same shapes either way.
         device: None: the current GPU, or the CPU without one.
-        zero_on_alloc: the pool starts as zeros and `alloc` zeroes the pages that it returns, so that all bytes behind a sequence are finite.
+        zero_on_alloc: the pool starts as zeros and `alloc` zeroes the pages that it returns, so that all bytes behind a sequence are finite;
+            its layers' caches declare that, and implementations that need it take them.
         quant_method: anything; kept as `quant_method`, of the pool and of `main`, for the code that loads scales.
         backend: auto (Triton on a GPU), triton, or plain (torch; reads slots and page ids back to the host, so not for CUDA graphs).
 
@@ -291,7 +292,7 @@ class PagedKVPool:
         views: dict[str, Any] = {p.name: p.storage[p.layers.index(layer)] for p in self.parts if layer in p.layers}
         if self.layout == "NHD":
             views = {name: view if name == "index_k" else view.transpose(1, 2) for name, view in views.items()}
-        return LayerCache(**views)
+        return LayerCache(**views, zero_on_alloc=self.zero_on_alloc)
 
 
 def _layer_ids(config: M3Config, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,7 @@ def check_attention(
             sink=sink_key is not None,
             lse=lse is not None,
             fp8_pv=fp8_pv,
+            zero_on_alloc=cache.zero_on_alloc,
             phase=batch.phase,
         ),
         shape=WorkShape(
@@ -148,8 +149,8 @@ def check_attention(
 
 
 OPTIONS = f"float? sm_scale, {scale_schema('q_scale')}, Tensor? sink_key, bool fp8_pv, str? impl"
-COMMON = f"Tensor q, str? q_dtype, {KV_CACHE}, {BATCH}, {OPTIONS}"
-NUM_COMMON = 22
+COMMON = f"Tensor q, str? q_dtype, {KV_CACHE}, bool zero_on_alloc, {BATCH}, {OPTIONS}"
+NUM_COMMON = 23
 
 
 def flatten(
@@ -163,17 +164,18 @@ def flatten(
     impl: str | None,
 ) -> tuple[Any, ...]:
     """The COMMON schema's arguments."""
-    return (*pack(q), *pack_kv_cache(cache), *pack_batch(batch), sm_scale, *pack_scale(q_scale, "q_scale"), sink_key, fp8_pv, impl)
+    options = (sm_scale, *pack_scale(q_scale, "q_scale"), sink_key, fp8_pv, impl)
+    return (*pack(q), *pack_kv_cache(cache), cache.zero_on_alloc, *pack_batch(batch), *options)
 
 
 def unflatten(flat: tuple[Any, ...]) -> dict[str, Any]:
     """The inverse of `flatten`, as keyword arguments."""
     q, q_dtype, *rest = flat
-    sm_scale, q_scale, q_scale_tensor, sink_key, fp8_pv, impl = rest[14:]
+    sm_scale, q_scale, q_scale_tensor, sink_key, fp8_pv, impl = rest[15:]
     return {
         "q": unpack(q, q_dtype, "q"),
-        "cache": unpack_kv_cache(*rest[:7]),
-        "batch": PagedBatch(*rest[7:14]),
+        "cache": replace(unpack_kv_cache(*rest[:7]), zero_on_alloc=rest[7]),
+        "batch": PagedBatch(*rest[8:15]),
         "sm_scale": sm_scale,
         "q_scale": unpack_scale(q_scale, q_scale_tensor),
         "sink_key": sink_key,

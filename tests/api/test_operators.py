@@ -55,7 +55,7 @@ def scaled(cache: m3attn.LayerCache) -> m3attn.LayerCache:
 
 
 def attention(q: torch.Tensor, cache: m3attn.LayerCache, *, scale: tuple = NO_SCALE, sink: torch.Tensor | None = None, fp8_pv: bool = False) -> tuple:
-    return (*pack(q), *pack_kv_cache(cache), *pack_batch(make_batch()), None, *scale, sink, fp8_pv, None)
+    return (*pack(q), *pack_kv_cache(cache), cache.zero_on_alloc, *pack_batch(make_batch()), None, *scale, sink, fp8_pv, None)
 
 
 Q, INDEX_Q = normal(TOKENS, Q_HEADS, HEAD_DIM), normal(TOKENS, KV_HEADS, HEAD_DIM)

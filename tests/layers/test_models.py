@@ -1,22 +1,21 @@
-"""Stacks of layers over one pool: steps as a server sends them, compiled whole, and captured as a CUDA graph."""
+"""Stacks of layers over one pool: steps as a server sends them, and compiled whole."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 from oracle import CONFIG, hf_weights, oracle
-from torch import nn
+from stack import Stack
 
-from m3attn import LayerCache, M3DenseAttention, M3SparseAttention, PagedKVPool, PlanCapacity, StepPlan
-from m3attn.layers.rope import rotary_table
+from m3attn import LayerCache, PagedKVPool, PlanCapacity, StepPlan
+from m3attn.testing.matrix import DEVICE, MARKS
 
 SIZE = 16
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 THREE = dataclasses.replace(CONFIG, sparse_layers=(False, True, True))
 
 
@@ -27,23 +26,6 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Model(nn.Module):
-    """Three layers, each added to the residual stream."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        table = rotary_table(THREE.max_position, THREE.rotary_dim, THREE.rope_theta, device=DEVICE)
-        options = {"page_size": SIZE, "dtype": dtype, "cos_sin": table, "device": DEVICE}
-        self.layers = nn.ModuleList((M3SparseAttention if sparse else M3DenseAttention)(THREE, **options) for sparse in THREE.sparse_layers)
-        for number, layer in enumerate(self.layers):
-            layer.load_hf(hf_weights(THREE, sparse=layer.sparse, seed=number))
-
-    def forward(self, x: torch.Tensor, plan: StepPlan, caches: list[LayerCache]) -> torch.Tensor:
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = x + layer(x, plan, cache)
-        return x
-
-
 def expected(x: torch.Tensor) -> torch.Tensor:
     x = x.double()
     for number, sparse in enumerate(THREE.sparse_layers):
@@ -52,7 +34,16 @@ def expected(x: torch.Tensor) -> torch.Tensor:
 
 
 def make_caches(kind: str, pages: int, dtype: torch.dtype = torch.float32) -> list[LayerCache]:
-    """`packed`: views of one allocation a part; `separate` K and V in such; `own`: an allocation for each layer."""
+    """`packed`: layers side by side in one allocation a part; `separate`: K and V in such; `interleaved`: one allocation of all parts, a page's
+    layers side by side; `own`: an allocation for each layer."""
+    if kind == "interleaved":
+        heads, width = THREE.num_kv_heads, 2 * THREE.head_dim
+        sizes = [heads * SIZE * width, heads * SIZE * width, SIZE * THREE.index_dim, heads * SIZE * width, SIZE * THREE.index_dim]
+        storage = torch.full((pages, sum(sizes)), float("nan"), dtype=dtype, device=DEVICE)
+        first, second, second_index, third, third_index = storage.split(sizes, dim=1)
+        kv = [part.unflatten(1, (heads, SIZE, width)) for part in (first, second, third)]
+        index = [None, *(part.unflatten(1, (SIZE, THREE.index_dim)) for part in (second_index, third_index))]
+        return [LayerCache(kv=a, index_k=b) for a, b in zip(kv, index, strict=True)]
     pool = PagedKVPool(THREE, num_pages=pages, page_size=SIZE, dtype=dtype, packed=kind != "separate", device=DEVICE)
     caches = [pool.layer(number) for number in range(3)]
     for cache in caches:
@@ -65,7 +56,7 @@ def make_caches(kind: str, pages: int, dtype: torch.dtype = torch.float32) -> li
 
 def test_requests_come_and_go_over_one_pool() -> None:
     """Prefill in chunks, decode and drafts of two tokens in one batch, in changing order, on pages in no order."""
-    model, caches = Model(), make_caches("packed", 24)
+    model, caches = Stack(THREE, page_size=SIZE, dtype=torch.float32), make_caches("packed", 24)
     plan = StepPlan.for_layers(list(model.layers), caches, 112, decode=PlanCapacity(3, 6, 2), prefill=PlanCapacity(2, 64, 48))
     generator = torch.Generator().manual_seed(5)
     pages = torch.randperm(24, generator=generator).tolist()
@@ -89,61 +80,58 @@ def test_requests_come_and_go_over_one_pool() -> None:
         torch.testing.assert_close(torch.cat(parts).cpu().double(), expected(x), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["packed", "separate", "own"])
+def check_uses(wrapper: str, cache_elements: int) -> None:
+    """Inputs as large as a cache go to m3attn's operators and to nothing else."""
+    caches = {name for name, shape in re.findall(r"assert_size_stride\((\w+), \(([\d, ]*)\)", wrapper) if elements(shape) >= cache_elements}
+    assert caches, "no input is a cache"
+    for line in wrapper.splitlines():
+        code = line.split("#")[0].strip()
+        if caches.isdisjoint(re.findall(r"\w+", code)):
+            continue
+        if renamed := re.fullmatch(r"(\w+) = (\w+)(; del \w+)?", code):
+            caches.add(renamed[1])
+            continue
+        assert code.startswith(("torch.ops.m3attn.", "assert_size_stride(", "del ")) or code.endswith("= args"), f"a cache is used in: {code}"
+
+
+def elements(shape: str) -> int:
+    return math.prod(int(n) for n in shape.replace(" ", "").split(",") if n)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS) for kind in ("packed", "separate", "interleaved", "own")])
 @torch.no_grad()
 def test_a_compiled_model_copies_no_cache(kind: str) -> None:
+    """Its code hands caches to operators alone; what it allocates is the same for any pool, and so is, on a GPU, the peak of its memory."""
     from torch._inductor.utils import run_and_get_code
 
-    model, mine, twins = Model(), make_caches(kind, 512), make_caches(kind, 512)
-    plan = StepPlan.for_layers(list(model.layers), mine, 64, decode=PlanCapacity(1, 1, 1), prefill=PlanCapacity(1, 20, 20))
-    x = torch.randn(plan.tokens, THREE.hidden_size, device=DEVICE)
-    plan.update([20, 1], [20, 1], [[3, 400], [511]])
-    want = model(x, plan, twins)
-    got, code = run_and_get_code(torch.compile(model, backend="inductor", fullgraph=True), x, plan, mine)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    for a, b in zip(mine, twins, strict=True):
-        for one, other in zip(a.key_value(), b.key_value(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
-    wrapper = code[0][code[0].index("def call(") :]
-    pool_bytes = 512 * SIZE * 128 * 4
-    for shape, dtype in re.findall(r"empty_strided(?:_\w+)?\(\(([\d, ]*)\), \([\d, ]*\), torch\.(\w+)\)", wrapper):
-        size = getattr(torch, dtype).itemsize
-        for n in filter(None, shape.replace(" ", "").split(",")):
-            size *= int(n)
-        assert size < pool_bytes, f"a buffer of {size} bytes, as large as a part of the pool: {shape} {dtype}"
-    assert wrapper.count("m3attn.qk_norm_rope_insert_out.default(") == 3 and "clone" not in wrapper
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
-@torch.no_grad()
-def test_a_captured_decode_step_replays_what_an_eager_one_gives() -> None:
-    """Lengths grow over page borders, pages move, requests leave as padded rows and join again; ids are poisoned before every replay."""
-    dtype = torch.bfloat16
-    model, mine, twins = Model(dtype), make_caches("packed", 40, dtype), make_caches("packed", 40, dtype)
-    for cache, twin in zip(mine, twins, strict=True):
-        for a, b in zip(cache.key_value(), twin.key_value(), strict=True):
-            b.copy_(a.normal_())
-        if cache.index_k is not None:
-            twin.index_k.copy_(cache.index_k.normal_())
-    capacity = PlanCapacity(4, 4, 1)
-    plan, eager_plan = (StepPlan.for_layers(list(model.layers), caches, 128, decode=capacity) for caches in (mine, twins))
-    x = torch.zeros(4, THREE.hidden_size, dtype=dtype, device=DEVICE)
-    table = torch.randperm(40)[:32].view(4, 8)
-    for each, caches in ((plan, mine), (eager_plan, twins)):
-        each.update([1] * 4, [20, 31, 40, 15], table)
-        model(x, each, caches)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out = model(x, plan, mine)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(100):
-        running = [b for b in range(4) if (step // 10 + b) % 4]
-        lengths = [(20, 31, 40, 15)[b] + step % 60 for b in running]
-        for each in (plan, eager_plan):
-            each.update([1] * len(running), lengths, table[running])
-        x.copy_(torch.randn(x.shape, generator=generator))
-        plan.ids.fill_(2**31 - 1)
-        graph.replay()
-        assert torch.equal(out, model(x, eager_plan, twins)), f"step {step}"
+    model, buffers, peaks = Stack(THREE, page_size=SIZE, dtype=torch.float32), [], []
+    for pages in (64, 512):
+        torch._dynamo.reset()
+        mine, twins = make_caches(kind, pages), make_caches(kind, pages)
+        plan = StepPlan.for_layers(list(model.layers), mine, 64, decode=PlanCapacity(1, 1, 1), prefill=PlanCapacity(1, 20, 20))
+        compiled = torch.compile(model, backend="inductor", fullgraph=True)
+        for step, (q_lens, seq_lens) in enumerate((([20, 1], [20, 1]), ([1, 7], [2, 27]))):
+            plan.update(q_lens, seq_lens, [[3, pages - 1], [pages - 2]] if step == 0 else [[pages - 2], [3, pages - 1]])
+            x = torch.randn(plan.tokens, THREE.hidden_size, device=DEVICE)
+            want = model(x, plan, twins)
+            if step == 0:
+                got, code = run_and_get_code(compiled, x, plan, mine)
+            else:
+                if DEVICE == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                got = compiled(x, plan, mine)
+                if DEVICE == "cuda":
+                    peaks.append(torch.cuda.max_memory_allocated() - before)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        for a, b in zip(mine, twins, strict=True):
+            for one, other in zip(a.key_value(), b.key_value(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+        assert len(code) == 1, "other lengths compile nothing new"
+        wrapper = code[0][code[0].index("def call(") :]
+        wrapper = wrapper[: wrapper.index("return (")]
+        assert wrapper.count("torch.ops.m3attn.qk_norm_rope_insert_out.default(") == 3
+        check_uses(wrapper, pages * SIZE * THREE.index_dim)
+        buffers.append(re.findall(r"empty_strided\w*\(\(([\d, ]*)\), \([\d, ]*\), (torch\.\w+)", wrapper))
+    assert buffers[0] and buffers[0] == buffers[1]
+    assert len(set(peaks)) <= 1, f"peaks of memory in pools of 64 and 512 pages: {peaks}"
