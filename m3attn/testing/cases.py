@@ -238,6 +238,13 @@ XS_EMPTY = Step("no_tokens", (0, 0), (5, 0), page_size=16, block_size=16)
 XS_NO_REQUESTS = Step("no_requests", (), (), page_size=16, block_size=16, padded_rows=2)
 XS_STEPS = (XS_DECODE, XS_VERIFY, XS_PREFILL, XS_CHUNK, XS_EMPTY, XS_NO_REQUESTS)
 
+TILE_DECODE = Step("tile_decode", (1,) * 7, (0, 1, 37, 127, 129, 256, 700), padded_rows=2, slack=300)
+TILE_VERIFY = Step("tile_verify", (3, 1, 0, 16, 2), (300, 129, 12, 140, 1), padded_rows=1)
+TILE_PREFILL = Step("tile_prefill", (37, 1, 0, 21), (37, 200, 12, 405), padded_rows=3)
+TILE_CHUNK = Step("tile_chunk", (19, 5), (400, 3))
+TILE_STEPS = (TILE_DECODE, TILE_VERIFY, TILE_PREFILL, TILE_CHUNK)
+"""Small steps of pages and blocks of 128 tokens, for kernels that take no others."""
+
 EDGE_LENGTHS = (1, 7, 127, 128, 129, 255, 256, 257, 512, 513, 1023, 1025, 2047, 2048, 2049, 4097)
 DECODE = Step("decode_edges", (1,) * 18, (0, *EDGE_LENGTHS, 0), padded_rows=3)
 DECODE_LONG = Step("decode_long", (1, 1), (65_537, 3_000))
@@ -271,6 +278,25 @@ def xs_attention(*, sparse: bool) -> list[AttentionCase]:
     if sparse:
         cases += [replace(base, step=step, ids="scattered", topk=5) for step in (XS_DECODE, XS_PREFILL)]
         cases += [replace(base, topk=1), replace(base, topk=17, num_q_heads=2, num_kv_heads=1)]
+    return list(dict.fromkeys(cases))
+
+
+def tile_attention() -> list[AttentionCase]:
+    """Sparse attention at M3's head dim, page and block size, small enough for the interpreter of tests/ptxsim."""
+    base = AttentionCase(TILE_DECODE, 16, 1, topk=4)
+    modes = [mode for mode in MODES if mode != "fp32"]
+    cases = [replace(base, step=step, mode=mode) for step in (TILE_DECODE, TILE_PREFILL) for mode in modes]
+    cases += [replace(base, step=step) for step in (TILE_VERIFY, TILE_CHUNK)]
+    cases += [
+        replace(base, step=step, mode=mode, scaled=True, sink=sink, layout="packed")
+        for step in (TILE_VERIFY, TILE_CHUNK)
+        for mode, sink in (("fp8", torch.bfloat16), ("widen_e4m3", torch.float32))
+    ]
+    cases += [replace(base, step=step, num_q_heads=2 * g, num_kv_heads=2) for step in (TILE_DECODE, TILE_CHUNK) for g in (1, 2, 3, 4, 8, 32)]
+    cases += [
+        replace(base, step=step, layout=layout, packed_q=True) for step in (TILE_VERIFY, TILE_CHUNK) for layout in ("nhd", "packed_nhd", "layers")
+    ]
+    cases += [replace(base, step=step, topk=k) for step in (TILE_DECODE, TILE_CHUNK) for k in (1, 16, 64)]
     return list(dict.fromkeys(cases))
 
 
@@ -322,6 +348,19 @@ def xs_index() -> list[IndexCase]:
     return list(dict.fromkeys(cases))
 
 
+def tile_index() -> list[IndexCase]:
+    """The indexer at M3's index dim, page and block size, small enough for the interpreter of tests/ptxsim."""
+    base = IndexCase(TILE_DECODE, topk=2)
+    floats = (torch.bfloat16, torch.float16, E4M3)
+    cases = [replace(base, step=step) for step in TILE_STEPS]
+    cases += [replace(base, step=step, q_dtype=q, k_dtype=k) for step in (TILE_VERIFY, TILE_CHUNK) for q in floats for k in floats]
+    cases += [replace(base, step=step, q_dtype=E4M3, k_dtype=E4M3, scaled=True) for step in (TILE_DECODE, TILE_PREFILL)]
+    cases += [replace(base, step=step, num_heads=h) for step in (TILE_VERIFY, TILE_CHUNK) for h in (1, 2, 3, 8)]
+    cases += [replace(base, step=step, layout=layout) for step in (TILE_DECODE, TILE_CHUNK) for layout in INDEX_LAYOUTS[1:]]
+    cases += [replace(base, step=step, topk=k, init_blocks=1, local_blocks=2) for step in (TILE_DECODE, TILE_PREFILL) for k in (1, 16, 64)]
+    return list(dict.fromkeys(cases))
+
+
 def full_index() -> list[IndexCase]:
     base = IndexCase(DECODE)
     floats = (torch.bfloat16, torch.float16, E4M3)
@@ -350,6 +389,18 @@ def xs_select() -> list[SelectCase]:
     cases += [replace(wide, scores=kind) for kind in SCORE_KINDS]
     cases += [replace(wide, init_blocks=i, local_blocks=n, topk=k) for i, n, k in ((0, 0, 4), (1, 2, 2), (2, 3, 1), (2, 3, 8), (70, 70, 16))]
     cases += [replace(wide, token_major=True), replace(wide, topk=128)]
+    return list(dict.fromkeys(cases))
+
+
+def tile_select() -> list[SelectCase]:
+    """Selection among blocks of 128 positions, small enough for the interpreter of tests/ptxsim."""
+    base = SelectCase(Step("tile_wide", (3, 2), (128 * 70, 128 * 33 + 5), padded_rows=1), num_heads=2)
+    cases = [SelectCase(step, num_heads=2, topk=3) for step in TILE_STEPS]
+    cases += [replace(base, scores=kind) for kind in SCORE_KINDS]
+    cases += [
+        replace(base, init_blocks=i, local_blocks=n, topk=k) for i, n, k in ((0, 0, 4), (1, 2, 2), (2, 3, 1), (2, 3, 64), (70, 70, 16), (0, 1, 1))
+    ]
+    cases += [replace(base, token_major=True)]
     return list(dict.fromkeys(cases))
 
 

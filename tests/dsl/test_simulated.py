@@ -1,0 +1,100 @@
+"""The matrix's small cases for `cute_sm90`, through the public functions, in the interpreter: eager, lazy and random order, hazards as errors.
+
+One test a case: its variant is compiled once, and the orders must agree bit for bit.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from needed import need
+
+need("nvidia-cutlass-dsl", "apache-tvm-ffi")
+
+from simulator import ORDERS, simulated
+
+import m3attn
+from m3attn import registry
+from m3attn.problem import Problem
+from m3attn.reference.index import select_blocks
+from m3attn.testing.bounds import assert_within, attention_bound, product_error, score_bound
+from m3attn.testing.cases import AttentionCase, IndexCase, SelectCase, tile_attention, tile_index, tile_select
+from m3attn.testing.ids import check_id_form, compare_ids
+from m3attn.testing.inputs import attention_inputs, index_inputs, select_inputs, token_major
+from m3attn.testing.matrix import skip_if_declined
+from m3attn.testing.poison import poisoned_empty
+
+KEY, ARCH = "cute_sm90", "sm_90"
+
+
+def cases(stage: str, listed: list):
+    there = registry.find(stage, KEY) is not None
+    return pytest.mark.parametrize("case", listed if there else [], ids=lambda case: case.id)
+
+
+def in_every_order(stage: str, problem: Problem, call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """What `call` returns; skips what the implementation declines."""
+    skip_if_declined(stage, KEY, problem)
+    results = []
+    for order in ORDERS:
+        with simulated(order, seed=len(problem.phase)), poisoned_empty():
+            results.append(call())
+    for order, result in zip(ORDERS[1:], results[1:], strict=True):
+        for tensor, expected in zip(result, results[0], strict=True):
+            equal = torch.equal(tensor.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+            assert equal, f"order {order} differs from {ORDERS[0]}"
+    return results[0]
+
+
+@cases("sparse_attention", tile_attention())
+def test_sparse_attention(case: AttentionCase) -> None:
+    inputs = attention_inputs(case, "cpu")
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return m3attn.sparse_attention(*inputs.arguments(), **inputs.options, return_lse=True, impl=KEY)
+
+    out, lse = in_every_order("sparse_attention", case.problem(ARCH), call)
+    error = product_error(KEY, ARCH, inputs.q.dtype, inputs.cache.key_value()[0].dtype)
+    attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options, error_of_products=error).check(out, lse)
+
+
+@cases("index_score", tile_index())
+def test_index_score(case: IndexCase) -> None:
+    inputs = index_inputs(case, "cpu")
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return (m3attn.index_score(inputs.index_q, inputs.cache, inputs.batch, index_q_scale=inputs.index_q_scale, impl=KEY),)
+
+    (scores,) = in_every_order("index_score", case.problem(ARCH), call)
+    error = product_error(KEY, ARCH, case.q_dtype, case.k_dtype)
+    exact, tolerance = score_bound(inputs.index_q, inputs.cache, inputs.batch, index_q_scale=inputs.index_q_scale, error_of_products=error)
+    assert_within(scores, exact, tolerance, name="scores")
+
+
+@cases("index_topk", tile_index())
+def test_index_topk(case: IndexCase) -> None:
+    inputs = index_inputs(case, "cpu")
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return (m3attn.index_topk(inputs.index_q, inputs.cache, inputs.batch, **inputs.selection, index_q_scale=inputs.index_q_scale, impl=KEY),)
+
+    (ids,) = in_every_order("index_topk", case.problem(ARCH), call)
+    error = product_error(KEY, ARCH, case.q_dtype, case.k_dtype)
+    exact, tolerance = score_bound(inputs.index_q, inputs.cache, inputs.batch, index_q_scale=inputs.index_q_scale, error_of_products=error)
+    check_id_form(ids, inputs.batch, topk=case.topk, columns=exact.shape[2])
+    compare_ids(ids, select_blocks(exact, inputs.batch, **inputs.selection), exact, tolerance)
+
+
+@cases("select_blocks", tile_select())
+def test_select_blocks(case: SelectCase) -> None:
+    scores, batch, selection = select_inputs(case, "cpu")
+    expected = select_blocks(scores, batch, **selection)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        buffer, out = token_major(torch.zeros_like(expected)) if case.token_major else (None, None)
+        ids = m3attn.select_blocks(scores, batch, **selection, out=out, impl=KEY)
+        assert buffer is None or bool((buffer[expected.shape[1] :] == 2**30).all()), "rows outside the view were written"
+        return (ids,)
+
+    (ids,) = in_every_order("select_blocks", case.problem(ARCH), call)
+    assert torch.equal(ids, expected)
