@@ -9,11 +9,12 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 	"$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-# The compile checks run with these two, whatever Triton the environment itself has. Triton has wheels for Linux only.
+# The compile checks run with these two, whatever Triton the environment itself has. Triton and the CuTe DSL have wheels for Linux only.
 OLDEST_TRITON := 3.6.0
 NEWEST_TRITON := 3.9.0
 ifeq ($(shell uname -s),Linux)
 TRITONS := $(VENV)/triton-$(OLDEST_TRITON)/.ready $(VENV)/triton-$(NEWEST_TRITON)/.ready
+CUTE := $(VENV)/.cute
 endif
 
 # One thread a process: the tests run in as many processes as there are cores.
@@ -25,8 +26,8 @@ help:
 	@echo 'make demo           a real text through a stack of M3 attention layers, reference and Triton side by side (ARGS="--text FILE")'
 	@echo 'make notebooks      notebooks/*.py as executed .ipynb files in build/notebooks'
 	@echo 'make test           lint, types, and the tests that CI runs (about a quarter of an hour on 2 cores)'
-	@echo 'make check-kernels  every Triton kernel for every architecture, with the oldest and the newest supported Triton'
-	@echo 'make ptxsim         installs the CuTe DSL too, and runs the tests of the interpreter that executes its kernels on a CPU'
+	@echo 'make check-kernels  every kernel for every architecture: Triton with the oldest and the newest release, each CuTe variant'
+	@echo 'make ptxsim         the interpreter that executes CuTe DSL kernels on a CPU: its own tests, and those of the kernels'
 	@echo 'make test-all       everything above, and the slow tests'
 	@echo 'make bench          the benchmarks of the stages, on a GPU (ARGS="STAGE … --json OUT")'
 	@echo 'make tables         rewrite the tables of README.md and docs/ from results/'
@@ -66,20 +67,20 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint $(TRITONS)
+test: lint $(TRITONS) $(CUTE)
 	$(PYTEST) -n $(WORKERS) -m 'not slow' $(ARGS)
 
-check-kernels: $(VENV)/.ready $(TRITONS)
-	$(PYTEST) -n $(WORKERS) -m slow tests/test_compile.py $(ARGS)
+check-kernels: $(VENV)/.ready $(TRITONS) $(CUTE)
+	$(PYTEST) -n $(WORKERS) -m slow tests/test_compile.py tests/dsl/test_variants.py $(ARGS)
 
 $(VENV)/.cute: $(VENV)/.ready
 	$(PIP) --no-build-isolation --editable '.[dev,cute]'
 	@touch $@
 
 ptxsim: $(VENV)/.cute
-	$(PYTEST) -n $(WORKERS) tests/ptxsim $(ARGS)
+	$(PYTEST) -n $(WORKERS) tests/ptxsim tests/dsl $(ARGS)
 
-test-all: lint $(TRITONS)
+test-all: lint $(TRITONS) $(CUTE)
 	$(PYTEST) -n $(WORKERS) $(ARGS)
 
 bench: $(VENV)/.ready

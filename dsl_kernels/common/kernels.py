@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import platform
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -100,7 +101,8 @@ class CuteKernel(Generic[Variant]):
         try:
             return cute.compile(jit_function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {compile_arch(arch)}")
         except Exception as error:  # whatever the DSL or ptxas raises: no GPU code came of it
-            raise BrokenImplementation(f"{self.name}: {describe(variant)} does not compile for {arch}: {type(error).__name__}: {error}") from error
+            text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()  # the DSL colours its messages
+            raise BrokenImplementation(f"{self.name}: {describe(variant)} does not compile for {arch}: {type(error).__name__}: {text}") from error
 
     def _compile_and_load(self, variant: Variant, arch: str) -> Compiled:
         compiled = self.compile(variant, arch)

@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ptxsim
 
+os.environ["CUTE_DSL_KEEP"] = "ptx,cubin,ir"  # the last for the checks of what is compiled; read when cutlass is imported
+
 from m3attn import problem
 
 ORDERS = ("eager", "lazy", "random")
