@@ -1,0 +1,88 @@
+"""Where query rows stand in their requests, on the device: shared by the index kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+NOWHERE = -(1 << 30)
+"""The position of a row that no request owns."""
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """Query rows [begin, end) of a batch. Offsets and lengths may hold anything: what is found stays in range."""
+
+    mOffsets: cute.Tensor  # [B + 1], cu_seqlens_q
+    mSeqLens: cute.Tensor  # [B]
+    begin: Int32
+    end: Int32
+    max_seqlen_k: Int32
+
+    @cute.jit
+    def offset(self, request: Int32):
+        """Where a request's rows begin, within the range."""
+        return cutlass.min(cutlass.max(self.mOffsets[request], self.begin), self.end)
+
+    @cute.jit
+    def seq_len(self, request: Int32):
+        return cutlass.min(cutlass.max(self.mSeqLens[request], 0), self.max_seqlen_k)
+
+    @cute.jit
+    def position(self, row: Int32):
+        """The position of a row, negative for an empty one; NOWHERE where no request owns it."""
+        low, high = Int32(0), self.mSeqLens.shape[0] + 1  # the last request that does not begin after the row is in [low, high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            before = self.mOffsets[middle] <= row
+            low = middle if before else low
+            high = high if before else middle
+        position = Int32(NOWHERE)
+        if low < self.mSeqLens.shape[0] and self.mOffsets[0] <= row:
+            position = self.seq_len(low) - self.mOffsets[low + 1] + row
+        return position
+
+    @cute.jit
+    def num_tiles(self, tokens: cutlass.Constexpr[int]):
+        """Tiles of `tokens` rows, none of which spans two requests: a bound from shapes alone, so some are empty."""
+        return (self.end - self.begin) // tokens + self.mSeqLens.shape[0] + 1
+
+    @cute.jit
+    def first_tile(self, request: Int32, tokens: cutlass.Constexpr[int]):
+        """No fewer than the tiles of the requests before it, without a scan."""
+        return (self.offset(request) - self.begin) // tokens + request
+
+    @cute.jit
+    def tile(self, tile: Int32, tokens: cutlass.Constexpr[int]):
+        """(request, first_row, rows, first_position, seq_len) of a tile; 0 rows where it is empty."""
+        num_requests = self.mSeqLens.shape[0]
+        low, high = Int32(0), num_requests + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            before = self.first_tile(middle, tokens) <= tile
+            low = middle if before else low
+            high = high if before else middle
+        request = cutlass.min(low, num_requests - 1)
+        begin, end, seq_len = self.offset(request), self.offset(request + 1), self.seq_len(request)
+        first_row = begin + (tile - self.first_tile(request, tokens)) * tokens
+        rows = cutlass.min(end - first_row, tokens)
+        rows = rows if low < num_requests and first_row >= begin and rows > 0 else 0
+        return request, first_row, rows, seq_len - self.mOffsets[request + 1] + first_row, seq_len
+
+
+@cute.jit
+def blocks_up_to(position: Int32, block_size: cutlass.Constexpr[int], num_blocks: Int32):
+    """Blocks that a query at `position` sees."""
+    return cutlass.min(cutlass.max(position + block_size, 0) // block_size, num_blocks)
+
+
+@cute.jit
+def prefix_sum(value: Int32, lane: Int32):
+    """The sum of `value` over the warp's lanes up to this one."""
+    for i in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << i)
+        value = value + below if lane >= 1 << i else value
+    return value
