@@ -149,9 +149,9 @@ class PagedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget as many columns at the end; a positive number is the length that is left, as older callers mean it."""
-        if self.is_first and self.rows is not None and tokens_to_remove:
-            removed = -tokens_to_remove if tokens_to_remove < 0 else max(0, int(self.get_seq_length()) - tokens_to_remove)
-            self.rows.crop(removed)
+        removed = -int(tokens_to_remove)
+        if self.is_first and self.rows is not None and removed:
+            self.rows.crop(removed if removed > 0 else max(0, int(self.get_seq_length()) + removed))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(beam_idx)
