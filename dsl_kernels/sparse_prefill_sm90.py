@@ -1,0 +1,968 @@
+"""Sparse prefill on Hopper: two warpgroups attend, one half of a tile's tokens each, to the blocks that any token of the tile selected.
+
+A tile is neighbouring tokens times the heads of one KV group. One warp merges the tokens' id lists block by block and has the TMA unit bring
+each block's keys and values once for both halves; a half passes over blocks that none of its tokens selected. Thread blocks stay on their
+multiprocessor and take tiles from a counter, so that the next tile's keys arrive while this one's output leaves.
+`docs/cute_sparse_prefill.md` walks through it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90_utils
+import torch
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.utils import LayoutEnum
+
+from m3attn.batch import PagedBatch
+from m3attn.calls import SparseAttentionCall
+from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dtypes import dtype_name
+
+BLOCK = 128
+"""Keys of a block, which is a page."""
+HALF_ROWS = 64
+"""Rows of one warpgroup's matrix instruction."""
+WARPGROUP = 128
+MAX_TILE_TOKENS = 32
+"""One bit of a word a token."""
+MAX_TILE_IDS = 512
+"""Ids of a tile that the merging warp keeps in registers, 16 a lane."""
+NO_BLOCK = 0x7FFFFFFF
+NO_POSITION = -(1 << 30)
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+DTYPES: dict[str, Any] = {
+    "bf16": cutlass.BFloat16,
+    "fp16": cutlass.Float16,
+    "fp32": cutlass.Float32,
+    "fp8_e4m3": cutlass.Float8E4M3FN,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is compiled.
+
+    Attributes:
+        qk_dtype: of queries and keys; v_dtype: of values, and of the weights that multiply them.
+        ids: entries of a token's list, rounded up to a power of two.
+        negative_scale: the softmax scale is below 0, and the least product the largest logit.
+        sink_dtype: of the sink keys, or None.
+        q_scale, k_scale, v_scale: a device tensor holds a factor of it.
+    """
+
+    qk_dtype: str
+    v_dtype: str
+    out_dtype: str
+    head_dim: int
+    group: int
+    ids: int
+    lse: bool
+    sink_dtype: str | None
+    q_scale: bool
+    k_scale: bool
+    v_scale: bool
+    negative_scale: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How rows of matrix instructions and tokens belong together: row r of half h is head r % group of token h * half_tokens + r // group."""
+
+    group: int
+    half_tokens: int
+    ids_per_lane: int
+    padded_ids: int
+    stages: int
+
+    @property
+    def tokens(self) -> int:
+        return 2 * self.half_tokens
+
+    @classmethod
+    def of(cls, variant: Variant) -> Tile:
+        tokens = tile_tokens(variant.group, variant.ids)
+        return cls(variant.group, tokens // 2, max(1, tokens * variant.ids // 32), variant.ids, 3)
+
+
+def tile_tokens(group: int, ids: int) -> int:
+    """Tokens of a tile: as many as fill two times 64 rows, one word of bits and the merging warp's registers."""
+    return 2 * max(1, min(HALF_ROWS // group, MAX_TILE_TOKENS // 2, MAX_TILE_IDS // 2 // ids))
+
+
+class Entry:
+    """Words of what the producer says with each block it loads."""
+
+    BLOCK, BITS, END, KV_HEAD, FIRST_ROW, END_ROW, FIRST_POSITION, SEQ_LEN = range(8)
+
+
+MORE, TILE_ENDS, ALL_ENDS = range(3)
+"""Entry.END: what follows this block."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Stages of shared memory that the producer fills and the consumers free, told by the count of blocks so far."""
+
+    full: Any  # mbarriers, one a stage
+    empty: Any
+    stages: int
+
+    def stage(self, count):
+        return count % self.stages
+
+    def wait_full(self, count):
+        cute.arch.mbarrier_wait(self.full + count % self.stages, (count // self.stages) & 1)
+
+    def wait_empty(self, count):
+        cute.arch.mbarrier_wait(self.empty + count % self.stages, ((count // self.stages) & 1) ^ 1)
+
+    def release(self, count):
+        """By a whole warp, each of whose lanes has finished reading."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + count % self.stages)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The two rows of a half that a thread holds of accumulators, and what belongs to them in this tile."""
+
+    first: Any  # the other is 8 further on
+    token_bit: tuple[Any, Any]
+    visible: tuple[Any, Any]
+
+
+class SparsePrefillSm90:
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        self.tile = Tile.of(variant)
+        self.qk_dtype, self.v_dtype, self.out_dtype = (DTYPES[name] for name in (variant.qk_dtype, variant.v_dtype, variant.out_dtype))
+        self.head_dim = variant.head_dim
+        self.stages = self.tile.stages
+        # Queries and, when the last product with them is done, outputs.
+        self.row_bytes = self.head_dim * max(self.qk_dtype.width, self.out_dtype.width) // 8
+        self.consumer_registers, self.producer_registers = 240, 24
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [T, Hq, D]
+        mK: cute.Tensor,  # [pages, Hkv, 128, D]
+        mV: cute.Tensor,  # [pages, Hkv, 128, D]
+        mIds: cute.Tensor,  # [Hkv, T, K]
+        mPageTable: cute.Tensor,  # [B, max_pages]
+        mSeqLens: cute.Tensor,  # [B]
+        mCuSeqlens: cute.Tensor,  # [B + 1]
+        mOut: cute.Tensor,  # [T, Hq, D]
+        mLse: cute.Tensor | None,  # [T, Hq]
+        mSinkKey: cute.Tensor | None,  # [Hq, D]
+        mQScale: cute.Tensor | None,  # [1]
+        mKScale: cute.Tensor | None,  # [1]
+        mVScale: cute.Tensor | None,  # [1]
+        mCounter: cute.Tensor,  # [1], 0: tiles that have been taken, beyond each thread block's first
+        query_scale: Float32,  # sm_scale * q_scale, of the sink's logits
+        key_scale: Float32,  # sm_scale * q_scale * k_scale
+        value_scale: Float32,
+        max_seqlen_k: Int32,
+        max_blocks: Int32,  # thread blocks
+        stream: cuda.CUstream,
+    ):
+        k_layout, v_layout = (self.smem_layout(dtype, BLOCK, self.stages) for dtype in (self.qk_dtype, self.v_dtype))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        pages = []
+        for mX, layout in ((mK, k_layout), (mV, v_layout)):
+            by_page = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
+            pages.append(cpasync.make_tiled_tma_atom(load, by_page, cute.select(layout, mode=[0, 1]), (BLOCK, self.head_dim)))
+        (k_atom, k_pages), (v_atom, v_pages) = pages
+        qk_mma = sm90_utils.make_trivial_tiled_mma(
+            self.qk_dtype, self.qk_dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (HALF_ROWS, BLOCK)
+        )
+        pv_mma = sm90_utils.make_trivial_tiled_mma(
+            self.v_dtype,
+            self.v_dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            Float32,
+            (1, 1, 1),
+            (HALF_ROWS, self.head_dim),
+            warpgroup.OperandSource.RMEM,
+        )
+        num_tiles = mQ.shape[0] // self.tile.tokens + mSeqLens.shape[0] + 1
+        num_work = num_tiles * mK.shape[1]
+        self.kernel(
+            mQ,
+            k_pages,
+            v_pages,
+            mIds,
+            mPageTable,
+            mSeqLens,
+            mCuSeqlens,
+            mOut,
+            mLse,
+            mSinkKey,
+            mQScale,
+            mKScale,
+            mVScale,
+            mCounter,
+            query_scale,
+            key_scale,
+            value_scale,
+            max_seqlen_k,
+            num_tiles,
+            num_work,
+            k_atom,
+            v_atom,
+            qk_mma,
+            pv_mma,
+            k_layout,
+            v_layout,
+        ).launch(grid=(min(num_work, max_blocks), 1, 1), block=(3 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    def smem_layout(self, dtype, rows, stages=None):
+        """Rows of head_dim elements, swizzled as wgmma and TMA want them."""
+        kind = sm90_utils.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, self.head_dim)
+        shape, order = ((rows, self.head_dim), (0, 1)) if stages is None else ((rows, self.head_dim, stages), (0, 1, 2))
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=order)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        k_pages: cute.Tensor,  # [128, D, Hkv, pages]
+        v_pages: cute.Tensor,
+        mIds: cute.Tensor,
+        mPageTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        mCuSeqlens: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mSinkKey: cute.Tensor | None,
+        mQScale: cute.Tensor | None,
+        mKScale: cute.Tensor | None,
+        mVScale: cute.Tensor | None,
+        mCounter: cute.Tensor,
+        query_scale: Float32,
+        key_scale: Float32,
+        value_scale: Float32,
+        max_seqlen_k: Int32,
+        num_tiles: Int32,
+        num_work: Int32,
+        k_atom: cute.CopyAtom,
+        v_atom: cute.CopyAtom,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        sK = smem.allocate_tensor(self.qk_dtype, k_layout.outer, 1024, swizzle=k_layout.inner)  # [128, D, stages]
+        sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
+        sRows = smem.allocate_tensor(cutlass.Uint8, cute.make_layout((HALF_ROWS * self.row_bytes, 2)), 1024)  # [bytes, halves]
+        sEntry = smem.allocate_tensor(Int32, cute.make_layout((8, self.stages)), 16)
+        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(4 * self.stages + 1), 8).iterator
+        keys = Ring(barriers, barriers + self.stages, self.stages)
+        values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
+        last_page = barriers + 4 * self.stages
+
+        if warp == 0:
+            cpasync.prefetch_descriptor(k_atom)
+            cpasync.prefetch_descriptor(v_atom)
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(self.stages):
+                    for ring in (keys, values):
+                        cute.arch.mbarrier_init(ring.full + stage, 1)
+                        cute.arch.mbarrier_init(ring.empty + stage, 2 * WARPGROUP // 32)
+                cute.arch.mbarrier_init(last_page, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp == 0:
+                self.produce(
+                    k_pages,
+                    v_pages,
+                    mIds,
+                    mPageTable,
+                    mSeqLens,
+                    mCuSeqlens,
+                    mCounter,
+                    mQ.shape[0],
+                    max_seqlen_k,
+                    num_tiles,
+                    num_work,
+                    k_atom,
+                    v_atom,
+                    sK,
+                    sV,
+                    sEntry,
+                    keys,
+                    values,
+                    last_page,
+                )
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            if const_expr(mQScale is not None):
+                query_scale *= mQScale[0]
+                key_scale *= mQScale[0]
+            if const_expr(mKScale is not None):
+                key_scale *= mKScale[0]
+            if const_expr(mVScale is not None):
+                value_scale *= mVScale[0]
+            self.consume(
+                mQ,
+                mOut,
+                mLse,
+                mSinkKey,
+                query_scale,
+                key_scale,
+                value_scale,
+                qk_mma,
+                pv_mma,
+                sK,
+                sV,
+                sRows,
+                sEntry,
+                keys,
+                values,
+                warp // 4 - 1,
+            )
+
+    @cute.jit
+    def produce(
+        self,
+        k_pages: cute.Tensor,
+        v_pages: cute.Tensor,
+        mIds: cute.Tensor,
+        mPageTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        mCuSeqlens: cute.Tensor,
+        mCounter: cute.Tensor,
+        num_rows: Int32,
+        max_seqlen_k: Int32,
+        num_tiles: Int32,
+        num_work: Int32,
+        k_atom: cute.CopyAtom,
+        v_atom: cute.CopyAtom,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sEntry: cute.Tensor,
+        keys: Ring,
+        values: Ring,
+        last_page: cute.Pointer,
+    ):
+        """One warp: tiles, their blocks in ascending order, and a pair of loads each."""
+        lane = cute.arch.lane_idx()
+        num_requests = mSeqLens.shape[0]
+        max_pages = mPageTable.shape[1]
+        num_pages = k_pages.shape[3]
+        grid, _, _ = cute.arch.grid_dim()
+        work, _, _ = cute.arch.block_idx()
+        k_bytes, v_bytes = (BLOCK * self.head_dim * dtype.width // 8 for dtype in (self.qk_dtype, self.v_dtype))
+        rIds = cute.make_rmem_tensor(self.tile.ids_per_lane, Int32)
+        count = Int32(0)
+        last_page_phase = Int32(0)
+        while work < num_work:
+            next_work = Int32(0)
+            if lane == 0:
+                next_work = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu") + grid
+            next_work = cute.arch.shuffle_sync(next_work, 0)
+            kv_head = work // num_tiles
+            # A request's last tiles see most blocks: they go first, and short ones fill the end.
+            tile = num_tiles - 1 - work % num_tiles
+            request, first_row, end_row, first_position, seq_len = self.locate(mCuSeqlens, mSeqLens, num_requests, num_rows, max_seqlen_k, tile)
+            self.read_ids(mIds, rIds, kv_head, first_row, end_row, first_position, seq_len)
+            block, bits = self.pop(rIds)
+            page = self.page_of(mPageTable, request, block, max_pages, num_pages)
+            gK, gV = (cute.local_tile(x[None, None, kv_head, None], (BLOCK, self.head_dim), (0, 0, None)) for x in (k_pages, v_pages))
+            tKsK, tKgK = cpasync.tma_partition(k_atom, 0, cute.make_layout(1), cute.group_modes(sK, 0, 2), cute.group_modes(gK, 0, 2))
+            tVsV, tVgV = cpasync.tma_partition(v_atom, 0, cute.make_layout(1), cute.group_modes(sV, 0, 2), cute.group_modes(gV, 0, 2))
+
+            unfinished = Boolean(True)
+            while unfinished:
+                next_block, next_bits = self.pop(rIds)
+                next_page = self.page_of(mPageTable, request, next_block, max_pages, num_pages)
+                has_keys = block != NO_BLOCK  # a tile without any still says so
+                unfinished = next_block != NO_BLOCK
+                stage = keys.stage(count)
+
+                keys.wait_empty(count)
+                if lane == 0:
+                    sEntry[Entry.BLOCK, stage] = block
+                    sEntry[Entry.BITS, stage] = bits
+                    sEntry[Entry.END, stage] = MORE if unfinished else (TILE_ENDS if next_work < num_work else ALL_ENDS)
+                    sEntry[Entry.KV_HEAD, stage] = kv_head
+                    sEntry[Entry.FIRST_ROW, stage] = first_row
+                    sEntry[Entry.END_ROW, stage] = end_row
+                    sEntry[Entry.FIRST_POSITION, stage] = first_position
+                    sEntry[Entry.SEQ_LEN, stage] = seq_len
+                    cute.arch.mbarrier_arrive_and_expect_tx(keys.full + stage, k_bytes if has_keys else 0)
+                cute.arch.sync_warp()
+                if has_keys:
+                    cute.copy(k_atom, tKgK[None, page], tKsK[None, stage], tma_bar_ptr=keys.full + stage)
+
+                values.wait_empty(count)
+                num_keys = seq_len - block * BLOCK
+                if has_keys and num_keys >= BLOCK:
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(values.full + stage, v_bytes)
+                    cute.arch.sync_warp()
+                    cute.copy(v_atom, tVgV[None, page], tVsV[None, stage], tma_bar_ptr=values.full + stage)
+                else:
+                    if has_keys:
+                        # Rows past the sequence's end may hold NaN, which a weight of 0 does not stop.
+                        if lane == 0:
+                            cute.arch.mbarrier_arrive_and_expect_tx(last_page, v_bytes)
+                        cute.arch.sync_warp()
+                        cute.copy(v_atom, tVgV[None, page], tVsV[None, stage], tma_bar_ptr=last_page)
+                        cute.arch.mbarrier_wait(last_page, last_page_phase)
+                        last_page_phase ^= 1
+                        self.clear_rows(sV, stage, num_keys)
+                        cute.arch.fence_view_async_shared()
+                        cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(values.full + stage)
+                count += 1
+                block, bits, page = next_block, next_bits, next_page
+            work = next_work
+
+    @cute.jit
+    def locate(self, mCuSeqlens: cute.Tensor, mSeqLens: cute.Tensor, num_requests: Int32, num_rows: Int32, max_seqlen_k: Int32, tile: Int32):
+        """(request, first_row, end_row, first_position, seq_len) of a tile of query rows, found by a whole warp.
+
+        Request b owns tiles from cu[b] // tokens + b on, an upper bound of the tiles before it, so that their number depends on shapes only. The
+        rows behind the last request are a request without keys. Offsets may be anything: rows stay within [0, num_rows).
+        """
+        tokens = self.tile.tokens
+        lane = cute.arch.lane_idx()
+        request = Int32(0)
+        start = Int32(1)
+        while start <= num_requests:
+            other = start + lane
+            begins_before = Boolean(False)
+            if other <= num_requests:
+                begins_before = self.clamp(mCuSeqlens[other], 0, num_rows) // tokens + other <= tile
+            request += cute.arch.popc(cute.arch.vote_ballot_sync(begins_before))
+            start += 32
+        is_padding = request >= num_requests
+        begin = mCuSeqlens[request]
+        end = mCuSeqlens[min(request + 1, num_requests)]
+        owner = request
+        if is_padding:
+            end = num_rows
+            owner = Int32(0)
+        seq_len = self.clamp(mSeqLens[owner], 0, max_seqlen_k)
+        begin_row = self.clamp(begin, 0, num_rows)
+        first_row = begin_row + (tile - begin_row // tokens - request) * tokens
+        first_position = seq_len - end + first_row
+        if is_padding:
+            seq_len = Int32(0)
+            first_position = Int32(NO_POSITION)
+        return owner, first_row, min(end, num_rows), first_position, seq_len
+
+    def clamp(self, value, low, high):
+        return cutlass.min(cutlass.max(value, low), high)
+
+    @cute.jit
+    def read_ids(
+        self,
+        mIds: cute.Tensor,
+        rIds: cute.Tensor,  # ids_per_lane of the tile's ids, token by token through the warp's lanes
+        kv_head: Int32,
+        first_row: Int32,
+        end_row: Int32,
+        first_position: Int32,
+        seq_len: Int32,
+    ):
+        """The tile's visible blocks, NO_BLOCK in place of everything else."""
+        for i in cutlass.range_constexpr(self.tile.ids_per_lane):
+            token, index = self.id_of(i)
+            row = first_row + token
+            visible = min(first_position + token + 1, seq_len)
+            block = Int32(NO_BLOCK)
+            if token < self.tile.tokens and row < end_row and index < mIds.shape[2]:
+                found = mIds[kv_head, row, index]
+                if found >= 0 and found < (visible + BLOCK - 1) // BLOCK and visible > 0:
+                    block = found
+            rIds[i] = block
+
+    def id_of(self, i):
+        """(token, index in its list) of a lane's i-th id."""
+        flat = i * 32 + cute.arch.lane_idx()
+        return flat // self.tile.padded_ids, flat % self.tile.padded_ids
+
+    @cute.jit
+    def pop(self, rIds: cute.Tensor):
+        """(the least block left, one bit for each token that selected it), which leaves the lists; (NO_BLOCK, 0) when they are empty."""
+        least = rIds[0]
+        for i in cutlass.range_constexpr(1, self.tile.ids_per_lane):
+            least = min(least, rIds[i])
+        block = cute.arch.warp_redux_sync(least, "min")
+        bits = Int32(0)
+        for i in cutlass.range_constexpr(self.tile.ids_per_lane):
+            token, _ = self.id_of(i)
+            if rIds[i] == block and block != NO_BLOCK:
+                bits |= Int32(1) << token
+                rIds[i] = Int32(NO_BLOCK)
+        return block, cute.arch.warp_redux_sync(bits, "or")
+
+    @cute.jit
+    def page_of(self, mPageTable: cute.Tensor, request: Int32, block: Int32, max_pages: Int32, num_pages: Int32):
+        """The block's physical page, within the pool whatever the table says."""
+        page = Int32(0)
+        if block < max_pages:
+            page = self.clamp(mPageTable[request, block], 0, num_pages - 1)
+        return page
+
+    @cute.jit
+    def clear_rows(self, sV: cute.Tensor, stage: Int32, num_keys: Int32):
+        """Zeros from row num_keys on, by a whole warp."""
+        chunks = self.chunks(sV[None, None, stage].iterator, self.v_dtype, BLOCK)
+        zeros = cute.make_rmem_tensor(chunks.shape[0], self.v_dtype)
+        zeros.fill(0.0)
+        row = num_keys + cute.arch.lane_idx()
+        while row < BLOCK:
+            for chunk in cutlass.range_constexpr(cute.size(chunks, mode=[1])):
+                cute.autovec_copy(zeros, chunks[None, chunk, row])
+            row += 32
+
+    def chunks(self, pointer, dtype, rows):
+        """Rows of head_dim elements in shared memory by 16-byte chunks as they lie: [elements, chunks of a row, rows]. `place` swizzles."""
+        elements = 128 // dtype.width
+        line = 8 * elements  # elements of a row that lie together: 128 bytes
+        plain = cute.recast_ptr(pointer, dtype=dtype)
+        if self.head_dim * dtype.width // 8 < 128:
+            line = self.head_dim
+        shape = (elements, (line // elements, self.head_dim // line), rows)
+        return cute.make_tensor(plain, cute.make_layout(shape, stride=(1, (elements, rows * line), line)))
+
+    def place(self, dtype, row, chunk):
+        """Where the swizzle puts chunk `chunk` of row `row`: among the chunks of its line."""
+        if self.head_dim * dtype.width // 8 < 128:
+            return chunk ^ ((row // 2) % 4)
+        return chunk ^ (row % 8)
+
+    @cute.jit
+    def consume(
+        self,
+        mQ: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mSinkKey: cute.Tensor | None,
+        query_scale: Float32,
+        key_scale: Float32,
+        value_scale: Float32,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sRows: cute.Tensor,
+        sEntry: cute.Tensor,
+        keys: Ring,
+        values: Ring,
+        half: Int32,
+    ):
+        """One warpgroup: its half of each tile's rows, to the end of the work."""
+        tile = self.tile
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        row = thread // 32 * 16 + thread % 32 // 4
+        half_tokens = Int32((1 << tile.half_tokens) - 1) << (half * tile.half_tokens)
+        scale_log2 = key_scale * LOG2E
+        if const_expr(self.variant.negative_scale):
+            scale_log2 = -scale_log2
+
+        half_pointer = sRows[None, half].iterator
+        q_layout = self.smem_layout(self.qk_dtype, HALF_ROWS)
+        sQ = cute.make_tensor(cute.recast_ptr(half_pointer, q_layout.inner, self.qk_dtype), q_layout.outer)  # [64, D]
+        transposed = cute.make_ordered_layout((self.head_dim, BLOCK, self.stages), order=(1, 0, 2))
+        sVt = cute.composition(sV, transposed)  # [D, 128, stages]
+        qk_thread, pv_thread = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        tSrQ = qk_thread.make_fragment_A(qk_thread.partition_A(sQ))
+        tSrK = qk_thread.make_fragment_B(qk_thread.partition_B(sK))
+        tOrV = pv_thread.make_fragment_B(pv_thread.partition_B(sVt))
+        rO = cute.make_rmem_tensor(pv_thread.partition_shape_C((HALF_ROWS, self.head_dim)), Float32)
+        rP = pv_thread.make_fragment_A(pv_thread.partition_shape_A((HALF_ROWS, BLOCK)))
+        row_max = cute.make_rmem_tensor(2, Float32)
+        row_sum = cute.make_rmem_tensor(2, Float32)
+
+        count = Int32(0)
+        has_tiles = Boolean(True)
+        while has_tiles:
+            keys.wait_full(count)
+            block, bits, end = self.read_entry(sEntry, keys.stage(count))
+            kv_head, first_row, end_row, first_position, seq_len = (
+                cute.arch.make_warp_uniform(sEntry[field, keys.stage(count)])
+                for field in (Entry.KV_HEAD, Entry.FIRST_ROW, Entry.END_ROW, Entry.FIRST_POSITION, Entry.SEQ_LEN)
+            )
+            tokens = tuple(half * tile.half_tokens + (row + 8 * r) // tile.group for r in range(2))
+            is_row = tuple((row + 8 * r) // tile.group < tile.half_tokens and first_row + tokens[r] < end_row for r in range(2))
+            rows = Rows(
+                row,
+                tuple((Int32(1) << tokens[r]) if (row + 8 * r) // tile.group < tile.half_tokens else Int32(0) for r in range(2)),
+                tuple(self.clamp(first_position + tokens[r] + 1, 0, seq_len) for r in range(2)),
+            )
+            # Blocks that every token of the half sees to their ends.
+            whole_blocks = self.clamp(first_position + half * tile.half_tokens + 1, 0, seq_len) // BLOCK
+            self.load_queries(mQ, half_pointer, half, kv_head, first_row, end_row)
+            rO.fill(0.0)
+            row_max.fill(-Float32.inf)
+            row_sum.fill(0.0)
+
+            has_block = Boolean(True)
+            pending = Int32(-1)  # the block whose weights stand in rP and have not met its values
+            while has_block or pending >= 0:
+                # The values of the pending block hold their stage: pass over no more blocks than there are others.
+                while has_block and (bits & half_tokens) == 0 and (pending < 0 or count - pending < self.stages):
+                    keys.release(count)
+                    values.wait_full(count)
+                    values.release(count)
+                    has_block = end == MORE
+                    has_tiles = end != ALL_ENDS
+                    count += 1
+                    if has_block:
+                        keys.wait_full(count)
+                        block, bits, end = self.read_entry(sEntry, keys.stage(count))
+                is_ours = has_block and (bits & half_tokens) != 0
+                takes_block = Boolean(False)
+                if is_ours and pending >= 0 and block < whole_blocks:
+                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
+                    values.wait_full(pending)
+                    self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
+                    warpgroup.wait_group(1)
+                    keys.release(count)
+                    rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=False)
+                    warpgroup.wait_group(0)
+                    values.release(pending)
+                    self.take_weights(rS, rP, rO, rescale)
+                    takes_block = Boolean(True)
+                elif pending >= 0:
+                    values.wait_full(pending)
+                    self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
+                    warpgroup.wait_group(0)
+                    values.release(pending)
+                    pending = Int32(-1)
+                elif is_ours:
+                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
+                    warpgroup.wait_group(0)
+                    keys.release(count)
+                    rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=True)
+                    self.take_weights(rS, rP, rO, rescale)
+                    takes_block = Boolean(True)
+                if takes_block:
+                    pending = count
+                    has_block = end == MORE
+                    has_tiles = end != ALL_ENDS
+                    count += 1
+                    if has_block:
+                        keys.wait_full(count)
+                        block, bits, end = self.read_entry(sEntry, keys.stage(count))
+
+            self.finish(
+                mQ, mOut, mLse, mSinkKey, query_scale, scale_log2, value_scale, rO, row_max, row_sum, rows, is_row, half_pointer, half, kv_head, first_row, end_row
+            )
+
+    @cute.jit
+    def read_entry(self, sEntry: cute.Tensor, stage: Int32):
+        """(block, bits, what follows) of the block in a stage, the same in all lanes."""
+        return tuple(cute.arch.make_warp_uniform(sEntry[field, stage]) for field in (Entry.BLOCK, Entry.BITS, Entry.END))
+
+    @cute.jit
+    def load_queries(self, mQ: cute.Tensor, half_pointer: cute.Pointer, half: Int32, kv_head: Int32, first_row: Int32, end_row: Int32):
+        """The half's query rows into shared memory, each warp the 16 that its lanes hold of accumulators; rows of no token become 0."""
+        sChunks = self.chunks(half_pointer, self.qk_dtype, HALF_ROWS)
+        per_row = cute.size(sChunks, mode=[1])
+        steps = 16 * per_row // 32
+        rChunks = cute.make_rmem_tensor((sChunks.shape[0], steps), self.qk_dtype)
+        rChunks.fill(0.0)
+        for step in cutlass.range_constexpr(steps):
+            row, chunk = self.chunk_of(step, per_row)
+            token, head = self.token_and_head(row, half, kv_head)
+            if row // self.tile.group < self.tile.half_tokens and first_row + token < end_row:
+                gChunk = cute.local_tile(mQ[first_row + token, head, None], (sChunks.shape[0],), (chunk,))
+                cute.autovec_copy(gChunk, rChunks[None, step])
+        for step in cutlass.range_constexpr(steps):
+            row, chunk = self.chunk_of(step, per_row)
+            cute.autovec_copy(rChunks[None, step], sChunks[None, self.place(self.qk_dtype, row, chunk), row])
+        cute.arch.fence_view_async_shared()
+        self.sync_half(half)
+
+    def chunk_of(self, step, per_row):
+        """(row of the half, chunk of 16 bytes) that a lane moves in one of its warp's steps over 16 rows."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        flat = step * 32 + thread % 32
+        return thread // 32 * 16 + flat // per_row, flat % per_row
+
+    def token_and_head(self, row, half, kv_head):
+        return half * self.tile.half_tokens + row // self.tile.group, kv_head * self.tile.group + row % self.tile.group
+
+    def sync_half(self, half):
+        cute.arch.barrier(barrier_id=1 + half, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def multiply_keys(self, qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, stage: Int32):
+        """Starts Q K^T; the products [64, 128] are there when the group is waited for."""
+        rS = cute.make_rmem_tensor(qk_mma.get_slice(0).partition_shape_C((HALF_ROWS, BLOCK)), Float32)
+        self.multiply(qk_mma, rS, tSrQ, tSrK[None, None, None, stage], accumulate=False)
+        return rS
+
+    @cute.jit
+    def multiply_values(self, pv_mma: cute.TiledMma, rO: cute.Tensor, rP: cute.Tensor, tOrV: cute.Tensor, stage: Int32):
+        """Starts O += P V."""
+        self.multiply(pv_mma, rO, rP, tOrV[None, None, None, stage], accumulate=True)
+
+    @cute.jit
+    def multiply(self, mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: cutlass.Constexpr):
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    def by_row(self, accumulator):
+        """A thread's share of an accumulator as [2 rows, columns]."""
+        columns = cute.size(accumulator) // 4
+        return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, columns)), stride=(2, (1, 4))))
+
+    @cute.jit
+    def weigh(
+        self,
+        rS: cute.Tensor,  # [64, 128] products, which become weights
+        row_max: cute.Tensor,  # [2], of the products
+        row_sum: cute.Tensor,  # [2], of this thread's columns
+        rows: Rows,
+        bits: Int32,
+        block: Int32,
+        scale_log2: Float32,
+        masked: cutlass.Constexpr,  # a row sees keys up to its position; else all of the block
+    ):
+        """One step of the softmax, for the rows whose token selected the block; returns what the output so far is to be multiplied by, [2]."""
+        products = self.by_row(rS)
+        rescale = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            is_member = (bits & rows.token_bit[r]) != 0
+            if const_expr(self.variant.negative_scale):
+                products[r, None].store(-products[r, None].load())
+            if const_expr(masked):
+                limit = rows.visible[r] - block * BLOCK - cute.arch.lane_idx() % 4 * 2
+                limit = limit if is_member else Int32(0)
+                for i in cutlass.range_constexpr(BLOCK // 4):
+                    column = i // 2 * 8 + i % 2
+                    products[r, i] = products[r, i] if column < limit else -Float32.inf
+            row = products[r, None].load()
+            peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4)
+            old_max = row_max[r]
+            new_max = cute.arch.fmax(old_max, peak)
+            if const_expr(masked):
+                finite_max = Float32(0.0) if new_max == -Float32.inf else new_max
+                shift = finite_max * scale_log2
+                rescale[r] = cute.math.exp2((old_max - finite_max) * scale_log2, fastmath=True)
+            else:
+                new_max = new_max if is_member else old_max
+                shift = new_max * scale_log2 if is_member else Float32.inf
+                rescale[r] = cute.math.exp2((old_max - new_max) * scale_log2, fastmath=True) if is_member else Float32(1.0)
+            weights = cute.math.exp2(row * scale_log2 - shift, fastmath=True)
+            row_max[r] = new_max
+            row_sum[r] = row_sum[r] * rescale[r] + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            products[r, None].store(weights)
+        return rescale
+
+    @cute.jit
+    def take_weights(self, rS: cute.Tensor, rP: cute.Tensor, rO: cute.Tensor, rescale: cute.Tensor):
+        """The weights to where the next product reads them, and the output so far under the new maximum."""
+        # An accumulator's elements and those of a 16-bit first operand stand in the same order.
+        flat_p = cute.make_tensor(rP.iterator, cute.make_layout(cute.size(rP)))
+        flat_s = cute.make_tensor(rS.iterator, cute.make_layout(cute.size(rS)))
+        flat_p.store(flat_s.load().to(self.v_dtype))
+        output = self.by_row(rO)
+        for r in cutlass.range_constexpr(2):
+            output[r, None].store(output[r, None].load() * rescale[r])
+
+    @cute.jit
+    def finish(
+        self,
+        mQ: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mSinkKey: cute.Tensor | None,
+        query_scale: Float32,
+        scale_log2: Float32,
+        value_scale: Float32,
+        rO: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        rows: Rows,
+        is_row,
+        half_pointer: cute.Pointer,
+        half: Int32,
+        kv_head: Int32,
+        first_row: Int32,
+        end_row: Int32,
+    ):
+        """Outputs and LSE of the half's rows, through the shared memory of their queries."""
+        lane = cute.arch.lane_idx()
+        output = self.by_row(rO)
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+            has_keys = total > 0.0
+            logsum = (row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN2 if has_keys else -Float32.inf
+            factor = value_scale / total if has_keys else Float32(0.0)
+            row = rows.first + 8 * r
+            token, head = self.token_and_head(row, half, kv_head)
+            if const_expr(mSinkKey is not None):
+                logit = self.sink_logit(mSinkKey, half_pointer, row, head) * query_scale
+                if has_keys:
+                    factor /= 1.0 + cute.math.exp2((logit - logsum) * LOG2E, fastmath=True)
+            output[r, None].store(output[r, None].load() * factor)
+            if const_expr(mLse is not None):
+                if is_row[r] and lane % 4 == 0:
+                    mLse[first_row + token, head] = logsum
+
+        rOut = cute.make_rmem_tensor(cute.size(rO), self.out_dtype)
+        rOut.store(cute.make_tensor(rO.iterator, cute.make_layout(cute.size(rO))).load().to(self.out_dtype))
+        pairs = cute.recast_tensor(rOut, Int32)  # [2 rows of each pair of columns]
+        sChunks = self.chunks(half_pointer, self.out_dtype, HALF_ROWS)
+        per_row = cute.size(sChunks, mode=[1])
+        self.sync_half(half)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            row, chunk = rows.first + 8 * (i % 2), i // 2
+            sPairs = cute.recast_tensor(sChunks[None, self.place(self.out_dtype, row, chunk), row], Int32)
+            sPairs[lane % 4] = pairs[i]
+        cute.arch.sync_warp()
+        for step in cutlass.range_constexpr(16 * per_row // 32):
+            row, chunk = self.chunk_of(step, per_row)
+            token, head = self.token_and_head(row, half, kv_head)
+            if row // self.tile.group < self.tile.half_tokens and first_row + token < end_row:
+                gChunk = cute.local_tile(mOut[first_row + token, head, None], (sChunks.shape[0],), (chunk,))
+                cute.autovec_copy(sChunks[None, self.place(self.out_dtype, row, chunk), row], gChunk)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def sink_logit(self, mSinkKey: cute.Tensor, half_pointer: cute.Pointer, row: Int32, head: Int32):
+        """q . sink_key of a row, whose four lanes take every fourth chunk; all four get the sum."""
+        sChunks = self.chunks(half_pointer, self.qk_dtype, HALF_ROWS)
+        elements = sChunks.shape[0]
+        rQ = cute.make_rmem_tensor(elements, self.qk_dtype)
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(cute.size(sChunks, mode=[1]) // 4):
+            chunk = 4 * i + cute.arch.lane_idx() % 4
+            cute.autovec_copy(sChunks[None, self.place(self.qk_dtype, row, chunk), row], rQ)
+            wide = rQ.load().to(Float32)
+            for j in cutlass.range_constexpr(elements):
+                total += wide[j] * mSinkKey[head, chunk * elements + j].to(Float32)
+        return cute.arch.warp_reduction_sum(total, threads_in_group=4)
+
+
+def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel, and its arguments as tensors of any lengths and strides that a call may bring."""
+    kernel = SparsePrefillSm90(variant)
+    rows, heads, kv_heads, requests, pages = (cute.sym_int() for _ in range(5))
+
+    def vectors(dtype: Any, shape: tuple[Any, ...]) -> Any:
+        """Last dim by 16-byte loads."""
+        strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:])
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+
+    def scalars(dtype: Any, *shape: Any) -> Any:
+        return make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape))
+
+    def optional(exists: bool, make: Any) -> Any:
+        return make() if exists else None
+
+    dim = variant.head_dim
+    return kernel, (
+        vectors(kernel.qk_dtype, (rows, heads, dim)),
+        vectors(kernel.qk_dtype, (pages, kv_heads, BLOCK, dim)),
+        vectors(kernel.v_dtype, (pages, kv_heads, BLOCK, dim)),
+        scalars(Int32, kv_heads, rows, cute.sym_int()),
+        scalars(Int32, requests, cute.sym_int()),
+        scalars(Int32, requests),
+        scalars(Int32, cute.sym_int()),
+        vectors(kernel.out_dtype, (rows, heads, dim)),
+        optional(variant.lse, lambda: scalars(Float32, rows, heads)),
+        optional(variant.sink_dtype is not None, lambda: scalars(DTYPES[variant.sink_dtype or ""], heads, dim)),
+        *(optional(exists, lambda: scalars(Float32, 1)) for exists in (variant.q_scale, variant.k_scale, variant.v_scale)),
+        scalars(Int32, 1),
+        Float32(0.0),
+        Float32(0.0),
+        Float32(0.0),
+        Int32(0),
+        Int32(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+KERNEL = CuteKernel("sparse_prefill_sm90", build, sources=[__file__])
+
+
+def sparse_prefill(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, kv_heads: slice, counter: torch.Tensor) -> None:
+    """Attention of every query for the KV groups `kv_heads`, which k and v hold.
+
+    Args:
+        k: [pages, Hkv, 128, D] of q's dtype; v: the same shape, 16 bit.
+        batch: the requests, with a page table of k's and v's pages.
+        counter: [1] int32, overwritten.
+    """
+    group, topk = call.q.shape[1] // call.k.shape[1], call.ids.shape[2]
+    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    q, out, ids = call.q[:, heads], call.out[:, heads], call.ids[kv_heads]
+    sink_key = None if call.sink_key is None else call.sink_key[heads]
+    scales = call.q_scale, call.k_scale, call.v_scale
+    variant = Variant(
+        qk_dtype=dtype_name(q.dtype),
+        v_dtype=dtype_name(v.dtype),
+        out_dtype=dtype_name(out.dtype),
+        head_dim=q.shape[2],
+        group=group,
+        ids=max(16, next_power_of_2(topk)),
+        lse=call.lse is not None,
+        sink_dtype=None if sink_key is None else dtype_name(sink_key.dtype),
+        q_scale=scales[0].tensor is not None,
+        k_scale=scales[1].tensor is not None,
+        v_scale=scales[2].tensor is not None,
+        negative_scale=call.sm_scale < 0,
+    )
+    query_scale = call.sm_scale * call.q_scale.value
+    counter.zero_()
+    KERNEL.get(variant, q.device)(
+        q,
+        k,
+        v,
+        ids,
+        batch.page_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        out,
+        None if call.lse is None else call.lse[:, heads],
+        sink_key,
+        *(None if scale.tensor is None else scale.tensor.reshape(1) for scale in scales),
+        counter,
+        query_scale,
+        query_scale * call.k_scale.value,
+        call.v_scale.value,
+        batch.max_seqlen_k,
+        num_sms(q.device),
+    )
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, (n - 1)).bit_length()
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
