@@ -18,13 +18,16 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
+import torch
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from m3attn.calls import IndexScoreCall, IndexTopkCall
 from m3attn.dsl_kernels import index_rows
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.index_rows import QueryRows
+from m3attn.dtypes import dtype_name
 
 BLOCK = 128
 DIM = 128
@@ -285,16 +288,16 @@ class IndexScoreSm90:
 
     @cute.jit
     def consume(self, mma, sQ, sK, sItem, q_full, q_empty, k_full, k_empty, mOut, row_begin, scale):
-        """One of two warpgroups: 128 rows of every item, as two tiles of 64."""
+        """One of two warpgroups: 128 rows of every item, as two halves of 64. One half's product runs while the other's maxima are taken."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        first = group * 128 + thread // 32 * 16 + lane // 4  # this thread's rows are first + 0, 8, 64, 72
+        thread_row = group * 128 + thread // 32 * 16 + lane // 4  # its rows are thread_row + 0, 8, 64, 72
         thr = mma.get_slice(thread)
         rK = mma.make_fragment_B(thr.partition_B(sK))
         rQ = [mma.make_fragment_A(thr.partition_shape_A((64, DIM))) for _ in range(2)]
         acc = [cute.make_rmem_tensor(thr.partition_shape_C((64, BLOCK)), Float32) for _ in range(2)]
-        kept = cute.make_rmem_tensor((2, 2), Float32)
+        best = cute.make_rmem_tensor((2, 2), Float32)
         item, step = Int32(0), Int32(0)
         begin, end = Int32(0), Int32(1)
         while begin < end:
@@ -303,36 +306,81 @@ class IndexScoreSm90:
             if begin < end:
                 for half in cutlass.range_constexpr(2):
                     cute.autovec_copy(thr.partition_A(cute.local_tile(sQ, (64, DIM), (group * 2 + half, 0))), rQ[half])
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(q_empty)
+            arrive(q_empty)
             item += 1
-            for block in cutlass.range(begin, end, unroll=1):
-                stage = step % self.stages
-                cute.arch.mbarrier_wait(k_full + stage, step // self.stages % 2)
-                for half in cutlass.range_constexpr(2):
-                    multiply(mma, rQ[half], rK[None, None, None, stage], acc[half])
-                for half in cutlass.range_constexpr(2):
-                    warpgroup.wait_group(1 - half)
-                    if cutlass.const_expr(half == 1):
-                        cute.arch.sync_warp()
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(k_empty + stage)
-                    if block * BLOCK + BLOCK - 1 > first_position:
-                        for i in cutlass.range_constexpr(2):
-                            position = first_position + (first + half * 64 + i * 8) // self.num_heads
-                            mask_row(acc[half], i, position - block * BLOCK - lane % 4 * 2)
-                    for i in cutlass.range_constexpr(2):
-                        best = row_maximum(acc[half], i)
-                        kept[half, i] = best if lane % 4 == block % STORE_BLOCKS else kept[half, i]
+            rows = (best, begin, end, first_row - row_begin, tokens, first_position, thread_row, scale)
+            block = begin
+            while block < end - 1:
+                self.score(2, mma, acc, rQ, rK, k_full, k_empty, step, mOut, block, *rows)
+                block += 2
+                step += 2
+            if block < end:
+                self.score(1, mma, acc, rQ, rK, k_full, k_empty, step, mOut, block, *rows)
                 step += 1
-                if block % STORE_BLOCKS == STORE_BLOCKS - 1 or block == end - 1:
-                    column = block // STORE_BLOCKS * STORE_BLOCKS + lane % 4
-                    for half in cutlass.range_constexpr(2):
-                        for i in cutlass.range_constexpr(2):
-                            row = first + half * 64 + i * 8
-                            if row < tokens * self.num_heads and column >= begin and column <= block:
-                                mOut[row % self.num_heads, first_row - row_begin + row // self.num_heads, column] = kept[half, i] * scale
+
+    @cute.jit
+    def score(
+        self,
+        count: cutlass.Constexpr[int],
+        mma,
+        acc,
+        rQ,
+        rK,
+        k_full,
+        k_empty,
+        step,
+        mOut,
+        block,
+        best,
+        begin,
+        end,
+        first_row,
+        tokens,
+        first_position,
+        thread_row,
+        scale,
+    ):
+        """`count` blocks from `block` on. Products do not run on beyond it: the compiler follows them within one turn of a loop only."""
+        for i in cutlass.range_constexpr(2 * count + 2):
+            turn, half = i // 2, i % 2
+            if cutlass.const_expr(turn > 0):
+                warpgroup.wait_group(1 if turn < count or half == 0 else 0)
+                self.take_maxima(acc, best, half, block + turn - 1, first_position, thread_row)
+                if cutlass.const_expr(half == 1):
+                    arrive(k_empty + (step + turn - 1) % self.stages)
+            if cutlass.const_expr(turn < count):
+                stage = (step + turn) % self.stages
+                if cutlass.const_expr(half == 0):
+                    cute.arch.mbarrier_wait(k_full + stage, (step + turn) // self.stages % 2)
+                multiply(mma, rQ[half], rK[None, None, None, stage], acc[half])
+            if cutlass.const_expr(turn > 0 and half == 1):
+                self.store(mOut, best, block + turn - 1, begin, end, first_row, tokens, thread_row, scale)
+
+    @cute.jit
+    def take_maxima(self, acc, best, half: cutlass.Constexpr[int], block, first_position, thread_row):
+        """A block's maxima of one half's rows; of every STORE_BLOCKS blocks a lane keeps its own."""
+        lane = cute.arch.lane_idx()
+        for i in cutlass.range_constexpr(2):
+            maximum = Float32(NEGATIVE_INFINITY)
+            if block * BLOCK + BLOCK - 1 > first_position:
+                position = first_position + (thread_row + half * 64 + i * 8) // self.num_heads
+                maximum = row_maximum(acc[half], i, position - block * BLOCK - lane % 4 * 2)
+            else:
+                maximum = row_maximum(acc[half], i)
+            maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, 1))
+            maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, 2))
+            best[half, i] = maximum if lane % 4 == block % STORE_BLOCKS else best[half, i]
+
+    @cute.jit
+    def store(self, mOut, best, block, begin, end, first_row, tokens, thread_row, scale):
+        """The kept maxima, once `block` is the last of its group or of the item."""
+        if block % STORE_BLOCKS == STORE_BLOCKS - 1 or block == end - 1:
+            column = block // STORE_BLOCKS * STORE_BLOCKS + cute.arch.lane_idx() % 4
+            for half in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    row = thread_row + half * 64 + i * 8
+                    if row < tokens * self.num_heads and column >= begin and column <= block:
+                        mOut[row % self.num_heads, first_row + row // self.num_heads, column] = best[half, i] * scale
 
     @cute.jit
     def fill_invisible(self, mOut, rows, num_blocks, warp):
@@ -350,6 +398,14 @@ class IndexScoreSm90:
 
 
 @cute.jit
+def arrive(barrier: cute.Pointer):
+    """One arrival for the warp, after all its lanes."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
 def multiply(mma: cute.TiledMma, rQ: cute.Tensor, rK: cute.Tensor, acc: cute.Tensor):
     """acc = Q K^T, started and committed."""
     warpgroup.fence()
@@ -362,24 +418,19 @@ def multiply(mma: cute.TiledMma, rQ: cute.Tensor, rK: cute.Tensor, acc: cute.Ten
 
 
 @cute.jit
-def mask_row(acc: cute.Tensor, i: cutlass.Constexpr[int], last: Int32):
-    """-inf in row i of the thread's two where the column, counted from the thread's first, is past `last`."""
+def row_maximum(acc: cute.Tensor, i: cutlass.Constexpr[int], last: Int32 | None = None):
+    """The maximum over the thread's columns of row i of its two, those past `last`, counted from the thread's first, left out. NaN is ignored.
+
+    Accumulators are never written: while another product runs, that would make the compiler wait for it.
+    """
+    chains = [Float32(NEGATIVE_INFINITY) for _ in range(4)]
     for n in cutlass.range_constexpr(BLOCK // 8):
         for j in cutlass.range_constexpr(2):
-            acc[(j, i, n), 0, 0] = acc[(j, i, n), 0, 0] if n * 8 + j <= last else Float32(NEGATIVE_INFINITY)
-
-
-@cute.jit
-def row_maximum(acc: cute.Tensor, i: cutlass.Constexpr[int]):
-    """The maximum of row i of the thread's two over its 128 columns, in all four lanes that hold it; NaN is ignored."""
-    chains = [cute.arch.fmax(acc[(0, i, n), 0, 0], acc[(1, i, n), 0, 0]) for n in range(4)]
-    for n in cutlass.range_constexpr(4, BLOCK // 8):
-        for j in cutlass.range_constexpr(2):
-            chains[n % 4] = cute.arch.fmax(chains[n % 4], acc[(j, i, n), 0, 0])
-    best = cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
-    best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, 1))
-    best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, 2))
-    return cute.arch.fmax(best, Float32(NEGATIVE_INFINITY))
+            logit = acc[(j, i, n), 0, 0]
+            if cutlass.const_expr(last is not None):
+                logit = logit if n * 8 + j <= last else Float32(NEGATIVE_INFINITY)
+            chains[n % 4] = cute.arch.fmax(chains[n % 4], logit)
+    return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
 
 
 def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
@@ -409,3 +460,60 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
 
 
 KERNEL = CuteKernel("index_score_sm90", build, sources=[__file__, index_rows.__file__])
+
+
+def index_score(call: IndexScoreCall) -> None:
+    """Fill `call.out` [Hi, T, num_blocks], every element."""
+    score_rows(call, call.out, 0, call.index_q.shape[0], fill=True)
+
+
+def score_rows(call: IndexScoreCall | IndexTopkCall, out: torch.Tensor, row_begin: int, row_end: int, *, fill: bool, skip_blocks: int = 0) -> None:
+    """Scores of query rows [row_begin, row_end) into `out` [Hi, row_end - row_begin, at least num_blocks].
+
+    Without `fill`, blocks that a row does not see, and rows that see at most `skip_blocks`, are not written.
+
+    Raises:
+        ValueError: index_q or the index keys do not lie at multiples of 16 bytes.
+    """
+    batch, q, k = call.batch, call.index_q, call.index_k
+    if row_begin == row_end or batch.num_blocks == 0:
+        return
+    if batch.num_requests == 0 or k.shape[0] == 0 or batch.page_table.shape[1] == 0:
+        out.fill_(NEGATIVE_INFINITY)
+        return
+    check_alignment("index_q", q)
+    check_alignment("cache.index_k", k)
+    scales = (call.index_q_scale, call.index_k_scale)
+    on_device = [None if scale.tensor is None else scale.tensor.view(1) for scale in scales]
+    variant = Variant(dtype_name(q.dtype), q.shape[1], batch.page_size, fill, on_device[0] is not None, on_device[1] is not None)
+    KERNEL.get(variant, q.device)(
+        q,
+        k,
+        out,
+        batch.page_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        scales[0].value * scales[1].value,
+        *on_device,
+        row_begin,
+        row_end,
+        batch.max_seqlen_k,
+        batch.num_blocks,
+        skip_blocks,
+        num_ctas(q.device),
+    )
+
+
+def check_alignment(argument: str, tensor: torch.Tensor) -> None:
+    """TMA reads from addresses that are multiples of 16 bytes."""
+    strides = [stride * tensor.element_size() for stride, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1]
+    if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
+        raise ValueError(
+            f"{argument}: expected an address and strides that are multiples of 16 bytes, got address {tensor.data_ptr():#x} and strides of "
+            f"{', '.join(map(str, strides))} bytes; impl='triton' takes any"
+        )
+
+
+def num_ctas(device: torch.device) -> int:
+    """One a multiprocessor; three in the simulator of the tests."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
