@@ -1,17 +1,16 @@
 """CuTe DSL kernels on CPU tensors: the interpreter of tests/ptxsim as the device of m3attn's own launchers.
 
-Import this module before cutlass, in a process that uses no GPU.
+Import this module before cutlass, in a process that uses no GPU. What is compiled is kept in a folder of the virtual environment with its PTX, which
+is what the interpreter runs, so that processes and runs share it.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,12 +21,75 @@ import ptxsim
 
 os.environ["CUTE_DSL_KEEP"] = "ptx,cubin,ir"  # the last for the checks of what is compiled; read when cutlass is imported
 
+from ptxsim import programs
+
 from m3attn import problem
+from m3attn.dsl_kernels.common.kernels import CuteKernel
 
 ORDERS = ("eager", "lazy", "random")
-# An object that another process compiled comes without its PTX, which is what runs.
-_cache = tempfile.mkdtemp(prefix="m3attn-simulated-")
-atexit.register(shutil.rmtree, _cache, True)
+FOLDER = Path(sys.prefix) / "cute-cache"
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """What the compiler made of a variant."""
+
+    ptx: str
+    cubin: bytes
+    ir: str
+
+    @classmethod
+    def path(cls, kernel: CuteKernel, variant: Any, arch: str, suffix: str) -> Path:
+        return kernel.path(variant, arch).with_suffix(suffix)
+
+    @classmethod
+    def read(cls, kernel: CuteKernel, variant: Any, arch: str) -> Artifacts:
+        ptx, cubin, ir = (cls.path(kernel, variant, arch, suffix) for suffix in (".ptx", ".cubin", ".mlir"))
+        return cls(ptx.read_text(), cubin.read_bytes(), ir.read_text())
+
+    def write(self, kernel: CuteKernel, variant: Any, arch: str) -> None:
+        for suffix, content in ((".ptx", self.ptx.encode()), (".cubin", self.cubin), (".mlir", self.ir.encode())):
+            path = self.path(kernel, variant, arch, suffix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+_compile, _for_arch = CuteKernel.compile, CuteKernel.for_arch
+_remembered: set[Path] = set()
+
+
+def _compile_and_keep(self: CuteKernel, variant: Any, arch: str) -> Any:
+    compiled = _compile(self, variant, arch)
+    Artifacts(compiled.__ptx__, compiled.__cubin__, compiled.__mlir__).write(self, variant, arch)
+    return compiled
+
+
+def _for_arch_with_ptx(self: CuteKernel, variant: Any, arch: str, *, capturing: bool = False) -> Any:
+    function = _for_arch(self, variant, arch, capturing=capturing)
+    path = self.path(variant, arch)
+    if path not in _remembered:
+        found = Artifacts.read(self, variant, arch)
+        programs.remember(found.ptx, found.cubin)
+        _remembered.add(path)
+    return function
+
+
+@contextmanager
+def shared_cache() -> Iterator[None]:
+    """Compiled kernels come from `FOLDER` or are kept there, with their artifacts."""
+    with (
+        mock.patch.dict(os.environ, M3ATTN_CACHE_DIR=str(FOLDER)),
+        mock.patch.object(CuteKernel, "compile", _compile_and_keep),
+        mock.patch.object(CuteKernel, "for_arch", _for_arch_with_ptx),
+    ):
+        yield
+
+
+def artifacts(kernel: CuteKernel, variant: Any, arch: str) -> Artifacts:
+    """What the compiler makes of a variant for `arch`."""
+    with shared_cache():
+        kernel.for_arch(variant, arch)
+        return Artifacts.read(kernel, variant, arch)
 
 
 @contextmanager
@@ -35,7 +97,7 @@ def simulated(order: str = "eager", *, arch: str = "sm_90a", seed: int = 0, edit
     """Inside the block every device counts as `arch`, kernels are compiled for it, and launches are interpreted in `order`; hazards are errors."""
     with (
         mock.patch.object(problem, "compile_target", arch.rstrip("a")),
-        mock.patch.dict(os.environ, M3ATTN_CACHE_DIR=_cache),
+        shared_cache(),
         ptxsim.device(arch, order=order, seed=seed, hazards="error", edit=edit) as device,
     ):
         yield device
