@@ -9,7 +9,9 @@ Row = dict[str, Any]
 
 
 def us(value: float) -> str:
-    """Microseconds with three figures, as milliseconds from 1,000 up: `12.3 us`, `1.32 ms`."""
+    """Microseconds with three figures, as milliseconds from 1,000 up and seconds from 10,000,000: `12.3 us`, `1.32 ms`, `28.6 s`."""
+    if value >= 1e7:
+        return f"{value / 1e6:.1f} s"
     if value >= 1000:
         return f"{value / 1000:.2f} ms" if value < 10_000 else f"{value / 1000:.1f} ms"
     return f"{value:.1f} us" if value < 100 else f"{value:.0f} us"

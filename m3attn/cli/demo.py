@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8_e4m3", "fp8_e5m2"), help="dtype of the K and V cache")
     parser.add_argument("--mode", choices=("bf16", "widen", "fp8", "fp8_pv"), help="default: what follows from the cache's dtype")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="write a picture of the blocks each query chose")
+    parser.add_argument("--json", type=Path, metavar="RUN.json", help="write the run there, for m3attn report")
     parser.add_argument("--real-geometry", action="store_true", help="M3's own numbers on a CPU too; says first how long that will take")
     parser.add_argument(
         "--weights", type=Path, metavar="DIR", help="layers up to the first sparse one of this M3 checkpoint, in place of random weights"
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         if options.mla:
-            refuse(options, "--mla", ("heads", "layers", "rule", "kv_cache_dtype", "mode", "plot", "weights", "save_ids"))
+            refuse(options, "--mla", ("heads", "layers", "rule", "kv_cache_dtype", "mode", "plot", "json", "weights", "save_ids"))
             return run_mla(path=options.text, tokens=options.tokens, impl=options.impl, real_geometry=options.real_geometry, seed=options.seed)
         asked = Options(
             text=options.text,
@@ -52,11 +53,12 @@ def run(options: argparse.Namespace) -> int:
             kv_cache_dtype=options.kv_cache_dtype,
             mode=options.mode,
             plot=options.plot,
+            json=options.json,
             real_geometry=options.real_geometry,
             seed=options.seed,
         )
         if options.weights is not None:
-            refuse(options, "--weights", ("heads", "layers", "mode", "real_geometry", "seed"))
+            refuse(options, "--weights", ("heads", "layers", "mode", "json", "real_geometry", "seed"))
             return run_weights(options.weights, asked, save_ids=options.save_ids)
         if options.save_ids is not None:
             raise ValueError("--save-ids: expected --weights DIR beside it, got none")

@@ -7,11 +7,11 @@ import io
 import sys
 from collections.abc import Sequence
 
-from m3attn.cli import bench, demo, explain, implementations, info, warmup
+from m3attn.cli import bench, demo, explain, implementations, info, report, warmup
 from m3attn.cli.errors import UserError
 from m3attn.version import __version__
 
-COMMANDS = (demo, bench, implementations, explain, info, warmup)
+COMMANDS = (demo, bench, report, implementations, explain, info, warmup)
 
 
 def parser() -> argparse.ArgumentParser:

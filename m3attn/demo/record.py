@@ -14,7 +14,7 @@ from m3attn.bench import parity
 from m3attn.bench.parity import SampledRows
 from m3attn.bench.report import aligned, us
 from m3attn.demo.geometry import HEAD_DIM, Geometry
-from m3attn.demo.model import Formats
+from m3attn.demo.model import DTYPE, Formats
 from m3attn.dtypes import dtype_name
 from m3attn.reference import index as reference_index
 from m3attn.reference.norm_rope import norm_rope
@@ -149,18 +149,24 @@ class Recorder:
             row = inputs["row"]
             tally.bytes += row.numel() * (row.element_size() + self.formats.kv.itemsize)
             return
-        batch = inputs["batch"]
+        batch, formats = inputs["batch"], self.formats
         tokens, last = int(batch.max_seqlen_q), int(batch.max_seqlen_k)
         pairs = (last - tokens + 1 + last) * tokens / 2
+        key_value = 2 * HEAD_DIM * formats.kv.itemsize  # bytes of a token and KV head
+        in_and_out = tokens * heads.num_q * HEAD_DIM * (formats.q.itemsize + DTYPE.itemsize)
         if name == "dense_attention":
             tally.flops += 4 * heads.num_q * HEAD_DIM * pairs
+            tally.bytes += heads.num_kv * last * key_value + in_and_out
         elif name in ("index_topk", "index_score"):
             tally.flops += 2 * heads.num_kv * HEAD_DIM * pairs
+            tally.bytes += (last + tokens * heads.num_kv) * HEAD_DIM * formats.index.itemsize
         elif name == "sparse_attention":
             position = torch.arange(last - tokens, last, device=self.device)
             ids = inputs["ids"]
             keys = torch.where(ids >= 0, (position[:, None] - ids * size + 1).clamp(0, size), 0).sum().item()
             tally.flops += 4 * (heads.num_q // heads.num_kv) * HEAD_DIM * keys
+            blocks = sum(len(group[group >= 0].unique()) for group in ids)
+            tally.bytes += min(blocks * size, heads.num_kv * last) * key_value + in_and_out
         else:
             tally.bytes += inputs["scores"].numel() * 4
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 import m3attn
+from m3attn.bench import results
 from m3attn.bench.shapes import Heads
+from m3attn.demo import export, plot, queries, text
 from m3attn.demo import geometry as sizes
-from m3attn.demo import plot, queries, text
 from m3attn.demo.geometry import Geometry
 from m3attn.demo.model import FORMATS, Formats, Model
 from m3attn.demo.record import Recorder
@@ -40,6 +41,7 @@ class Options:
     kv_cache_dtype: str = "auto"
     mode: str | None = None
     plot: Path | None = None
+    json: Path | None = None
     real_geometry: bool = False
     seed: int = 0
 
@@ -59,6 +61,8 @@ def run(options: Options) -> int:
     formats = choose_formats(options, geometry, device)
     if options.plot is not None:
         check_plot(options.plot)
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ValueError(f"--json: there is no folder {options.json.parent}")
     print(f"m3attn demo on {device_name(device)}: {chosen_because}")
     print(f"{text_name(options.text)}: {len(content)} bytes, of which {geometry.tokens} are tokens; mode {formats.mode}, random weights")
     print(geometry)
@@ -83,6 +87,9 @@ def run(options: Options) -> int:
             if options.plot is not None:
                 plot.draw(torch.cat(model.last_ids, dim=1), geometry.num_pages, geometry.block_size, options.plot)
                 print(f"picture: {options.plot}")
+    if options.json is not None:
+        results.write(options.json, export.export(recorder, model, content, name=device_name(device), text=text_name(options.text)))
+        print(f"run: {options.json}, for m3attn report")
     print(f"done in {sizes.duration(time.perf_counter() - begin)}")
     return verdict(recorder)
 

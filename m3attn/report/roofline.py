@@ -1,0 +1,87 @@
+"""The roofline as SVG: what memory and arithmetic allow, and where each measurement lies under it. Both axes are logarithmic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from m3attn.demo.record import si
+from m3attn.report.runs import Point, Roof
+
+WIDTH, HEIGHT = 720, 400
+LEFT, RIGHT, TOP, BOTTOM = 76, 20, 16, 48
+MAX_LABELS = 8
+NUM_COLOURS = 6
+
+
+class Axis:
+    """A logarithmic axis: `place(value)` in pixels, `ticks` at powers of ten."""
+
+    def __init__(self, low: float, high: float, first: float, last: float) -> None:
+        self.low, self.high = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        if self.low == self.high:
+            self.high += 1
+        self.first, self.last = first, last
+
+    def place(self, value: float) -> float:
+        share = (math.log10(value) - self.low) / (self.high - self.low)
+        return self.first + share * (self.last - self.first)
+
+    @property
+    def ticks(self) -> list[float]:
+        step = max(1, (self.high - self.low) // 6)
+        return [10.0**power for power in range(self.low, self.high + 1, step)]
+
+
+def number(value: float) -> str:
+    """`0.01`, `30`, `1,000`."""
+    return f"{value:,.0f}" if value >= 1 else f"{value:.10f}".rstrip("0").rstrip(".")
+
+
+def rate(tflops: float) -> str:
+    """Operations a second: `700 T`, `26.3 G`."""
+    return si(1e12 * tflops).strip()
+
+
+def draw(roof: Roof, points: Sequence[Point]) -> str:
+    """An `svg` element. Points are circles with their figures as a title, and labelled where there are few."""
+    highest = max(peak for _, peak in roof.peaks)
+    ridge = highest / roof.copy_tbps
+    intensities = [p.intensity for p in points]
+    x = Axis(min([*intensities, ridge / 100]), max([*intensities, ridge * 10]), LEFT, WIDTH - RIGHT)
+    lowest_roof = roof.copy_tbps * 10.0**x.low
+    y = Axis(min([p.tflops for p in points] + [lowest_roof]), highest * 1.5, HEIGHT - BOTTOM, TOP)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Roofline: {len(points)} measurements under the ceilings">']
+    for tick in x.ticks:
+        parts.append(f'<line class="grid" x1="{x.place(tick):.1f}" x2="{x.place(tick):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(f'<text x="{x.place(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{number(tick)}</text>')
+    for tick in y.ticks:
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y.place(tick):.1f}" y2="{y.place(tick):.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y.place(tick) + 4:.1f}" text-anchor="end">{rate(tick)}</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">operations a byte</text>')
+    parts.append(f'<text transform="translate(16 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">operations a second</text>')
+    for name, peak in roof.peaks:
+        corner = peak / roof.copy_tbps
+        corners = [(10.0**x.low, lowest_roof), (corner, peak), (10.0**x.high, peak)]
+        path = " ".join(f"{x.place(a):.1f},{y.place(b):.1f}" for a, b in corners)
+        parts.append(f'<polyline class="roof" points="{path}"/>')
+        label = f"{name} {rate(peak)}FLOP/s"
+        parts.append(f'<text class="label" x="{WIDTH - RIGHT - 4}" y="{y.place(peak) - 6:.1f}" text-anchor="end">{escape(label)}</text>')
+    slope = 10.0 ** (x.low + 0.1 * (x.high - x.low))
+    label = f"copy {1000 * roof.copy_tbps:.3g} GB/s" if roof.copy_tbps < 1 else f"copy {roof.copy_tbps:.3g} TB/s"
+    parts.append(f'<text class="label" x="{x.place(slope) + 8:.1f}" y="{y.place(roof.copy_tbps * slope) + 14:.1f}">{label}</text>')
+    series = list(dict.fromkeys(point.series for point in points))
+    for place, point in enumerate(sorted(points, key=lambda p: -p.tflops)):
+        colour = series.index(point.series) % NUM_COLOURS
+        figures = f"{point.name}, {point.series}: {rate(point.tflops)}FLOP/s at {point.intensity:.3g} operations a byte"
+        cx, cy = x.place(point.intensity), y.place(point.tflops)
+        parts.append(f'<circle class="c{colour}" cx="{cx:.1f}" cy="{cy:.1f}" r="5"><title>{escape(figures)}</title></circle>')
+        if len(points) <= MAX_LABELS:
+            anchor, shift = ("end", -9) if cx > WIDTH / 2 else ("start", 9)
+            parts.append(
+                f'<text class="label" x="{cx + shift:.1f}" y="{cy + (4, -6)[place % 2]:.1f}" text-anchor="{anchor}">{escape(point.name)}</text>'
+            )
+    parts.append("</svg>")
+    keys = "".join(f'<li><span class="key b{i % NUM_COLOURS}"></span>{escape(name)}</li>' for i, name in enumerate(series))
+    return "\n".join(parts) + f'\n<ul class="legend">{keys}</ul>'
