@@ -58,6 +58,7 @@ class Variant:
         qk_dtype: of queries and keys; v_dtype: of values, and of the weights that multiply them.
         ids: entries of a token's list, rounded up to a power of two.
         negative_scale: the softmax scale is below 0, and the least product the largest logit.
+        aligned: rows of q and out lie at multiples of 16 bytes.
         sink_dtype: of the sink keys, or None.
         q_scale, k_scale, v_scale: a device tensor holds a factor of it.
     """
@@ -74,6 +75,9 @@ class Variant:
     k_scale: bool
     v_scale: bool
     negative_scale: bool
+    aligned: bool
+    anchored: bool = True
+    ping_pong: bool = False
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,7 @@ class SparsePrefillSm90:
         sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
         sRows = smem.allocate_tensor(cutlass.Uint8, cute.make_layout((HALF_ROWS * self.row_bytes, 2)), 1024)  # [bytes, halves]
         sEntry = smem.allocate_tensor(Int32, cute.make_layout((8, self.stages)), 16)
+        sSums = smem.allocate_tensor(Float32, cute.make_layout(2 * WARPGROUP), 16)
         barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(4 * self.stages + 1), 8).iterator
         keys = Ring(barriers, barriers + self.stages, self.stages)
         values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
@@ -336,6 +341,7 @@ class SparsePrefillSm90:
                 sV,
                 sRows,
                 sEntry,
+                sSums,
                 keys,
                 values,
                 warp // 4 - 1,
@@ -571,6 +577,7 @@ class SparsePrefillSm90:
         sV: cute.Tensor,
         sRows: cute.Tensor,
         sEntry: cute.Tensor,
+        sSums: cute.Tensor,
         keys: Ring,
         values: Ring,
         half: Int32,
@@ -598,6 +605,9 @@ class SparsePrefillSm90:
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
 
+        if const_expr(self.variant.ping_pong):
+            if half == 1:
+                self.end_turn(half)
         count = Int32(0)
         has_tiles = Boolean(True)
         while has_tiles:
@@ -629,6 +639,8 @@ class SparsePrefillSm90:
                     keys.release(count)
                     values.wait_full(count)
                     values.release(count)
+                    self.await_turn(half)
+                    self.end_turn(half)
                     has_block = end == MORE
                     has_tiles = end != ALL_ENDS
                     count += 1
@@ -638,12 +650,17 @@ class SparsePrefillSm90:
                 is_ours = has_block and (bits & half_tokens) != 0
                 takes_block = Boolean(False)
                 if is_ours and pending >= 0 and block < whole_blocks:
-                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
                     values.wait_full(pending)
+                    self.await_turn(half)
+                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
                     self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
+                    self.end_turn(half)
                     warpgroup.wait_group(1)
                     keys.release(count)
                     rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=False)
+                    if const_expr(self.variant.anchored):
+                        # Nobody reads it: a store that needs all weights keeps ptxas from moving the wait for the values' product before the softmax.
+                        sSums[half * WARPGROUP + thread] = row_sum[0] + row_sum[1]
                     warpgroup.wait_group(0)
                     values.release(pending)
                     self.take_weights(rS, rP, rO, rescale)
@@ -655,7 +672,9 @@ class SparsePrefillSm90:
                     values.release(pending)
                     pending = Int32(-1)
                 elif is_ours:
+                    self.await_turn(half)
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
+                    self.end_turn(half)
                     warpgroup.wait_group(0)
                     keys.release(count)
                     rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=True)
@@ -707,6 +726,15 @@ class SparsePrefillSm90:
 
     def token_and_head(self, row, half, kv_head):
         return half * self.tile.half_tokens + row // self.tile.group, kv_head * self.tile.group + row % self.tile.group
+
+    def await_turn(self, half):
+        """The halves start products in turns, one turn a block: one's softmax runs under the other's products."""
+        if self.variant.ping_pong:
+            cute.arch.barrier(barrier_id=3 + half, number_of_threads=2 * WARPGROUP)
+
+    def end_turn(self, half):
+        if self.variant.ping_pong:
+            cute.arch.barrier_arrive(barrier_id=4 - half, number_of_threads=2 * WARPGROUP)
 
     def sync_half(self, half):
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=WARPGROUP)
@@ -872,10 +900,9 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     kernel = SparsePrefillSm90(variant)
     rows, heads, kv_heads, requests, pages = (cute.sym_int() for _ in range(5))
 
-    def vectors(dtype: Any, shape: tuple[Any, ...]) -> Any:
-        """Last dim by 16-byte loads."""
-        strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:])
-        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+    def vectors(dtype: Any, shape: tuple[Any, ...], align: int = 16) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=align * 8 // dtype.width) for _ in shape[1:])
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=align)
 
     def scalars(dtype: Any, *shape: Any) -> Any:
         return make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape))
@@ -885,14 +912,14 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
 
     dim = variant.head_dim
     return kernel, (
-        vectors(kernel.qk_dtype, (rows, heads, dim)),
+        vectors(kernel.qk_dtype, (rows, heads, dim), 16 if variant.aligned else kernel.qk_dtype.width // 8),
         vectors(kernel.qk_dtype, (pages, kv_heads, BLOCK, dim)),
         vectors(kernel.v_dtype, (pages, kv_heads, BLOCK, dim)),
         scalars(Int32, kv_heads, rows, cute.sym_int()),
         scalars(Int32, requests, cute.sym_int()),
         scalars(Int32, requests),
         scalars(Int32, cute.sym_int()),
-        vectors(kernel.out_dtype, (rows, heads, dim)),
+        vectors(kernel.out_dtype, (rows, heads, dim), 16 if variant.aligned else kernel.out_dtype.width // 8),
         optional(variant.lse, lambda: scalars(Float32, rows, heads)),
         optional(variant.sink_dtype is not None, lambda: scalars(DTYPES[variant.sink_dtype or ""], heads, dim)),
         *(optional(exists, lambda: scalars(Float32, 1)) for exists in (variant.q_scale, variant.k_scale, variant.v_scale)),
@@ -935,6 +962,7 @@ def sparse_prefill(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, 
         k_scale=scales[1].tensor is not None,
         v_scale=scales[2].tensor is not None,
         negative_scale=call.sm_scale < 0,
+        aligned=all(t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:2]) for t in (q, out)),
     )
     query_scale = call.sm_scale * call.q_scale.value
     counter.zero_()
