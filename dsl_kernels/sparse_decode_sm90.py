@@ -1,0 +1,965 @@
+"""Sparse attention for decode and verify on SM90: a tile of neighbouring tokens reads the union of its blocks once. docs/cute_sparse_decode.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from m3attn.calls import SparseAttentionCall
+from m3attn.dsl_kernels import finish_rows, warp_mma
+from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.finish_rows import LOG2E, MINUS_INF, finish_row, load_scale, sink_logit
+from m3attn.dsl_kernels.merge_splits_sm90 import merge_splits
+from m3attn.dsl_kernels.warp_mma import as_halves, interleave_rows, load_transposed, mma_atom, shared_tensor, swizzled, widen_pair
+from m3attn.dtypes import dtype_name, is_fp8
+from m3attn.workspace import WorkShape, carve, workspace_limit
+
+HEAD_DIM = 128
+BLOCK = 128  # positions of a sparse block, and token slots of a page
+MMA_ROWS = 16
+MMA_KEYS = 16
+K_STEPS = HEAD_DIM // 16
+D_TILES = HEAD_DIM // 8
+WARP = 32
+MAX_TILE_ROWS = 128
+MAX_PART_KEYS = 32  # of a warp at a time: more would not fit its registers beside 64 of outputs and 32 of queries
+NONE = 2**31 - 1  # no block
+OUT_PITCH = HEAD_DIM + 8  # floats; a half warp's 8-byte stores then fall into different banks
+READERS = 1  # named barrier of the consumer warps
+STREAMING_MULTIPROCESSORS = 132
+MAX_SPLITS = 16
+MERGE_STEPS = 1  # what a second launch costs, in pipeline steps of a full machine
+
+ELEMENTS = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32, "fp8_e4m3": Uint8, "fp8_e5m2": Uint8}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a compiled kernel depends on. Lengths, batch, heads, strides and the number of splits are run-time values.
+
+    Attributes:
+        tokens: query tokens of a tile, a power of two.
+        token_rows: rows of a token, its group padded to a power of two; tokens * token_rows is a multiple of 16.
+        max_topk: K, rounded up to 16, 32 or 64.
+        key_warps: warps that share the keys of a step.
+        step_keys: keys of a pipeline step.
+        stages: steps in flight.
+        split: partial results for `merge_splits`, in place of outputs.
+        sink: element type of sink_key, or `none`.
+        q_scale, k_scale, v_scale: whether the scale has a tensor.
+        aligned: rows of q and out start at multiples of 16 bytes.
+    """
+
+    q_dtype: str
+    kv_dtype: str
+    tokens: int
+    token_rows: int
+    max_topk: int
+    key_warps: int
+    step_keys: int
+    stages: int
+    split: bool
+    lse: bool = False
+    sink: str = "none"
+    q_scale: bool = False
+    k_scale: bool = False
+    v_scale: bool = False
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """The query rows of a CTA, as the device finds them: row first_row + t has position first_position + t."""
+
+    request: Int32
+    first_row: Int32
+    num_tokens: Int32
+    first_position: Int32
+
+    @cute.jit
+    def visible(self, token: Int32) -> Int32:
+        """Keys that a token sees; 0 for a token that is not there."""
+        seen = cutlass.max(self.first_position + token + 1, 0)
+        return seen if token < self.num_tokens else Int32(0)
+
+
+class SparseDecode:
+    """One CTA: a tile of tokens, one KV head, one of several equal runs of the union's steps.
+
+    A warp has 16 rows (at G 16 one token's heads) and `step_keys / key_warps` keys of each step. It skips blocks that none of its tokens
+    picked: the tile loads the union, a token multiplies with its own blocks alone.
+    """
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        self.q_type, self.kv_type = ELEMENTS[variant.q_dtype], ELEMENTS[variant.kv_dtype]
+        self.is_fp8 = self.kv_type is Uint8
+        self.mma_type = Float16 if self.is_fp8 else self.kv_type
+        # bf16 spans more powers of two than fp16: its rows are scaled to start near 1.
+        self.normalise_q = self.is_fp8 and self.q_type is BFloat16
+        self.rows = variant.tokens * variant.token_rows
+        self.row_warps = self.rows // MMA_ROWS
+        self.readers = self.row_warps * variant.key_warps
+        self.threads = (self.readers + 1) * WARP
+        self.warp_keys = variant.step_keys // variant.key_warps
+        self.part_keys = min(self.warp_keys, MAX_PART_KEYS)
+        self.key_tiles = self.part_keys // 8
+        self.block_steps = BLOCK // variant.step_keys
+        self.boxes = HEAD_DIM * self.kv_type.width // 8 // warp_mma.SWIZZLE_BYTES
+        self.box_bytes = variant.step_keys * warp_mma.SWIZZLE_BYTES
+        self.tile_bytes = self.boxes * self.box_bytes
+        self.num_ids = variant.tokens * variant.max_topk
+        out_bytes = variant.key_warps * self.rows * OUT_PITCH * 4
+        self.buffer_bytes = max(2 * variant.stages * self.tile_bytes, out_bytes)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [T, Hq, D]
+        mK: cute.Tensor,  # [pages, Hkv, page_size, D]
+        mV: cute.Tensor,  # [pages, Hkv, page_size, D]
+        mIds: cute.Tensor,  # [Hkv, T, K]
+        mPageTable: cute.Tensor,  # [B, max_pages]
+        mSeqLens: cute.Tensor,  # [B]
+        mCuSeqlens: cute.Tensor,  # [B + 1]
+        mSink: Any,  # [Hq, D] or None
+        mOut: cute.Tensor,  # [T, Hq, D]; with splits [splits, T, Hq, D] fp32
+        mLse: Any,  # [T, Hq] or None; with splits [splits, T, Hq]
+        mQScale: Any,  # [1] or None
+        mKScale: Any,
+        mVScale: Any,
+        sm_scale: Float32,
+        q_scale: Float32,
+        k_scale: Float32,
+        v_scale: Float32,
+        max_seqlen_q: Int32,
+        max_seqlen_k: Int32,
+        splits: Int32,
+        stream: Any,
+    ) -> None:
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.kv_type)
+        s_layout = cute.tile_to_shape(atom, (self.variant.step_keys, HEAD_DIM, self.variant.stages), order=(0, 1, 2))
+        mK, mV = (cute.make_tensor(m.iterator, cute.select(m.layout, mode=[2, 3, 1, 0])) for m in (mK, mV))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        box = (self.variant.step_keys, HEAD_DIM)
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, cute.slice_(s_layout, (None, None, 0)), box)
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, cute.slice_(s_layout, (None, None, 0)), box)
+        tiles = cute.ceil_div(max_seqlen_q, self.variant.tokens) * mSeqLens.shape[0]
+        self.kernel(
+            mQ,
+            tma_k,
+            mK,
+            tma_v,
+            mV,
+            mIds,
+            mPageTable,
+            mSeqLens,
+            mCuSeqlens,
+            mSink,
+            mOut,
+            mLse,
+            mQScale,
+            mKScale,
+            mVScale,
+            sm_scale,
+            q_scale,
+            k_scale,
+            v_scale,
+            max_seqlen_q,
+            max_seqlen_k,
+            splits,
+            s_layout,
+        ).launch(grid=(tiles, mIds.shape[0], splits), block=(self.threads, 1, 1), stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,  # [page_size, D, Hkv, pages]
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        mIds: cute.Tensor,
+        mPageTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        mCuSeqlens: cute.Tensor,
+        mSink: Any,
+        mOut: cute.Tensor,
+        mLse: Any,
+        mQScale: Any,
+        mKScale: Any,
+        mVScale: Any,
+        sm_scale: Float32,
+        q_scale: Float32,
+        k_scale: Float32,
+        v_scale: Float32,
+        max_seqlen_q: Int32,
+        max_seqlen_k: Int32,
+        splits: Int32,
+        s_layout: cute.ComposedLayout,
+    ) -> None:
+        variant = self.variant
+        tile, kv_head, split = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+
+        smem = cutlass.memory.SmemAllocator()
+        buffer = smem.allocate(self.buffer_bytes, 1024)
+        k_full, v_full, empty = (smem.allocate_array(cutlass.Int64, variant.stages) for _ in range(3))
+        sIds, sFirst, sBlocks, sPages, sMembers = (
+            smem.allocate_tensor(Int32, cute.make_layout(self.num_ids), warp_mma.CHUNK_BYTES) for _ in range(5)
+        )
+        sLength = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
+        stats_layout = cute.make_layout((variant.key_warps, self.rows))
+        sMax, sSum = (smem.allocate_tensor(Float32, stats_layout, 4) for _ in range(2))
+
+        if thread == 0:
+            for stage in cutlass.range_constexpr(variant.stages):
+                cute.arch.mbarrier_init(k_full + stage, 1)
+                cute.arch.mbarrier_init(v_full + stage, 1)
+                cute.arch.mbarrier_init(empty + stage, self.readers)
+            cute.arch.mbarrier_init_fence()
+        if warp == self.readers:
+            cpasync.prefetch_descriptor(tma_k)
+            cpasync.prefetch_descriptor(tma_v)
+        # Starts beside the kernel that writes q or ids and waits for it here; the merge starts beside this one and waits for all of it.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        tiles_a_request = cute.ceil_div(max_seqlen_q, variant.tokens)
+        rIds = self.guess_ids(mIds, kv_head, tile // tiles_a_request * max_seqlen_q + tile % tiles_a_request * variant.tokens, thread)
+        rows = self.find_rows(mCuSeqlens, mSeqLens, mIds.shape[1], tile // tiles_a_request, tile % tiles_a_request, max_seqlen_k)
+        if const_expr(not variant.split):
+            self.clear_padded_rows(mOut, mLse, mCuSeqlens, mSeqLens.shape[0], tile, kv_head, mIds.shape[0], thread)
+        if rows.num_tokens > 0:
+            rows_guessed = rows.first_row == tile // tiles_a_request * max_seqlen_q + tile % tiles_a_request * variant.tokens
+            self.unite(mIds, mPageTable, mK.shape[3], rows, rows_guessed, rIds, kv_head, thread, sIds, sFirst, sBlocks, sPages, sMembers, sLength)
+            steps = self.num_steps(sLength, sBlocks, rows)
+            steps_a_split = cute.ceil_div(steps, splits)
+            first_step = cutlass.min(split * steps_a_split, steps)
+            end_step = cutlass.min(first_step + steps_a_split, steps)
+            if warp == self.readers:
+                self.load(tma_k, mK, tma_v, mV, s_layout, buffer, k_full, v_full, empty, sPages, kv_head, first_step, end_step)
+            else:
+                group = mQ.shape[1] // mIds.shape[0]
+                q_factor = sm_scale * load_scale(q_scale, mQScale)
+                factor = q_factor * load_scale(k_scale, mKScale) * LOG2E
+                self.attend(
+                    mQ, rows, kv_head, group, factor, buffer, k_full, v_full, empty, sBlocks, sMembers, sMax, sSum, first_step, end_step, warp, lane
+                )
+                sOut = self.out_tile(buffer)
+                for row in cutlass.range(warp, self.rows, self.readers, unroll=1):
+                    token, head = row // variant.token_rows, row % variant.token_rows
+                    if token < rows.num_tokens and head < group:
+                        output, largest, total = self.join_key_warps(sOut, sMax, sSum, row, lane)
+                        head += kv_head * group
+                        if const_expr(variant.split):
+                            self.store_partial(output, largest, total, mOut, mLse, split, rows.first_row + token, head, lane)
+                        else:
+                            sink = None
+                            if const_expr(mSink is not None):
+                                sink = sink_logit(mQ, mSink, rows.first_row + token, head, lane) * q_factor
+                            v_factor = load_scale(v_scale, mVScale)
+                            finish_row(output, largest, total, sink, v_factor, mOut, mLse, rows.first_row + token, head, lane)
+
+    @cute.jit
+    def find_rows(self, mCuSeqlens: cute.Tensor, mSeqLens: cute.Tensor, num_rows: Int32, request: Int32, part: Int32, max_seqlen_k: Int32) -> RowTile:
+        """Tile `part` of a request's rows; whatever stands in the offsets, the rows lie within the tensors."""
+        begin, end = mCuSeqlens[request], mCuSeqlens[request + 1]
+        seq_len = cutlass.min(cutlass.max(mSeqLens[request], 0), max_seqlen_k)
+        first_row = cutlass.max(begin, 0) + part * self.variant.tokens
+        num_tokens = cutlass.min(cutlass.min(end, num_rows) - first_row, self.variant.tokens)
+        return RowTile(request, first_row, num_tokens, seq_len - end + first_row)
+
+    @cute.jit
+    def guess_ids(self, mIds: cute.Tensor, kv_head: Int32, first_row: Int32, thread: Int32) -> cute.Tensor:
+        """The thread's ids of the tile if all requests have max_seqlen_q queries: asked for before the offsets have come."""
+        rIds = cute.make_rmem_tensor(cute.ceil_div(self.num_ids, self.threads), Int32)
+        for i in cutlass.range_constexpr(cute.size(rIds)):
+            token, k = (thread + i * self.threads) // self.variant.max_topk, (thread + i * self.threads) % self.variant.max_topk
+            rIds[i] = mIds[kv_head, cutlass.min(first_row + token, mIds.shape[1] - 1), cutlass.min(k, mIds.shape[2] - 1)]
+        return rIds
+
+    @cute.jit
+    def unite(
+        self,
+        mIds: cute.Tensor,
+        mPageTable: cute.Tensor,
+        num_pages: Int32,
+        rows: RowTile,
+        guessed: Boolean,
+        rIds: cute.Tensor,
+        kv_head: Int32,
+        thread: Int32,
+        sIds: cute.Tensor,
+        sFirst: cute.Tensor,
+        sBlocks: cute.Tensor,
+        sPages: cute.Tensor,
+        sMembers: cute.Tensor,
+        sLength: cute.Tensor,
+    ) -> None:
+        """The tile's distinct blocks, ascending, with page and tokens (bit t: token t picked it): a thread an id, ranked by comparison.
+
+        Ids may stand in any order; one that stands twice in a row counts once.
+        """
+        num_ids, max_topk = self.num_ids, self.variant.max_topk
+        rPages = cute.make_rmem_tensor_like(rIds)
+        for i in cutlass.range_constexpr(cute.size(rIds)):
+            entry = thread + i * self.threads
+            token, k = entry // max_topk, entry % max_topk
+            block = Int32(NONE)
+            page = Int32(0)
+            if entry < num_ids and token < rows.num_tokens and k < mIds.shape[2]:
+                block = rIds[i]
+                if not guessed:
+                    block = mIds[kv_head, rows.first_row + token, k]
+                if block < 0 or block * BLOCK >= rows.visible(token) or block >= mPageTable.shape[1]:
+                    block = Int32(NONE)
+                else:
+                    page = cutlass.min(cutlass.max(mPageTable[rows.request, block], 0), num_pages - 1)
+            rIds[i] = block
+            rPages[i] = page
+            if entry < num_ids:
+                sIds[entry] = block
+        cute.arch.sync_threads()
+
+        rMembers = cute.make_rmem_tensor_like(rIds)
+        for i in cutlass.range_constexpr(cute.size(rIds)):
+            entry = thread + i * self.threads
+            members = Int32(0)
+            is_first = rIds[i] != NONE
+            for token in cutlass.range(self.variant.tokens, unroll=1):
+                found = Boolean(False)
+                for k in cutlass.range_constexpr(0, max_topk, 4):
+                    ids = self.four_at(sIds, token * max_topk + k)
+                    for j in cutlass.range_constexpr(4):
+                        same = ids[j] == rIds[i]
+                        found = found or same
+                        is_first = is_first and not (same and token * max_topk + k + j < entry)
+                members |= Int32(found) << token
+            rMembers[i] = members if is_first else Int32(0)
+            if entry < num_ids:
+                sFirst[entry] = rIds[i] if is_first else Int32(NONE)
+        cute.arch.sync_threads()
+
+        for i in cutlass.range_constexpr(cute.size(rIds)):
+            rank, length = Int32(0), Int32(0)
+            for start in cutlass.range(0, num_ids, 16, unroll=1):
+                for j in cutlass.range_constexpr(0, 16, 4):
+                    ids = self.four_at(sFirst, start + j)
+                    for m in cutlass.range_constexpr(4):
+                        rank += Int32(ids[m] < rIds[i])
+                        length += Int32(ids[m] != NONE)
+            if rMembers[i] != 0:
+                sBlocks[rank], sPages[rank], sMembers[rank] = rIds[i], rPages[i], rMembers[i]
+            if const_expr(i == 0):
+                if thread == 0:
+                    sLength[0] = length
+        cute.arch.sync_threads()
+
+    def four_at(self, tensor: cute.Tensor, index: Any) -> cute.Tensor:
+        """Elements index to index + 3 of a list in shared memory, in registers; index is a multiple of 4."""
+        four = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(shared_tensor(Int32, tensor.iterator.toint() + index * 4, 4), four)
+        return four
+
+    @cute.jit
+    def num_steps(self, sLength: cute.Tensor, sBlocks: cute.Tensor, rows: RowTile) -> Int32:
+        """Pipeline steps of the union; keys behind the last visible one, which lie in its last block, are not loaded."""
+        length = sLength[0]
+        steps = Int32(0)
+        if length > 0:
+            keys = rows.visible(rows.num_tokens - 1) - sBlocks[length - 1] * BLOCK
+            steps = (length - 1) * self.block_steps + cutlass.min(cute.ceil_div(keys, self.variant.step_keys), self.block_steps)
+        return steps
+
+    @cute.jit
+    def load(
+        self,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        s_layout: cute.ComposedLayout,
+        buffer: cute.Pointer,
+        k_full: cute.Pointer,
+        v_full: cute.Pointer,
+        empty: cute.Pointer,
+        sPages: cute.Tensor,
+        kv_head: Int32,
+        first_step: Int32,
+        end_step: Int32,
+    ) -> None:
+        """The producer warp: one TMA tile of K and one of V a step, as far ahead as there are stages."""
+        variant, parts = self.variant, []
+        for tma, m, offset in ((tma_k, mK, 0), (tma_v, mV, variant.stages * self.tile_bytes)):
+            pointer = cute.recast_ptr(buffer + offset, s_layout.inner, dtype=self.kv_type)
+            s = cute.make_tensor(pointer, s_layout.outer)
+            g = cute.local_tile(m[None, None, kv_head, None], (variant.step_keys, HEAD_DIM), (None, 0, None))
+            parts.append(cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)))
+        (tKsK, tKgK), (tVsV, tVgV) = parts
+        stage, phase = Int32(0), Int32(1)
+        for step in cutlass.range(first_step, end_step, unroll=1):
+            page, part = sPages[step // self.block_steps], step % self.block_steps
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, self.tile_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(v_full + stage, self.tile_bytes)
+            cute.copy(tma_k, tKgK[None, part, page], tKsK[None, stage], tma_bar_ptr=k_full + stage)
+            cute.copy(tma_v, tVgV[None, part, page], tVsV[None, stage], tma_bar_ptr=v_full + stage)
+            stage += 1
+            if stage == variant.stages:
+                stage, phase = Int32(0), phase ^ 1
+
+    @cute.jit
+    def attend(
+        self,
+        mQ: cute.Tensor,
+        rows: RowTile,
+        kv_head: Int32,
+        group: Int32,
+        factor: Float32,
+        buffer: cute.Pointer,
+        k_full: cute.Pointer,
+        v_full: cute.Pointer,
+        empty: cute.Pointer,
+        sBlocks: cute.Tensor,
+        sMembers: cute.Tensor,
+        sMax: cute.Tensor,
+        sSum: cute.Tensor,
+        first_step: Int32,
+        end_step: Int32,
+        warp: Int32,
+        lane: Int32,
+    ) -> None:
+        """A consumer warp: its rows over its keys of every step that one of its tokens picked; leaves outputs, maxima and sums in shared memory."""
+        variant = self.variant
+        row_warp, key_warp = warp // variant.key_warps, warp % variant.key_warps
+        first_row = row_warp * MMA_ROWS
+        tokens, first_seeing, last = self.warp_tokens(rows, first_row)
+        least_visible = rows.visible(first_seeing)
+        rQ, rFactor = self.load_q(mQ, rows, kv_head, group, factor, first_row, lane)
+        rO = cute.make_rmem_tensor((4, D_TILES), Float32)
+        rO.fill(0.0)
+        rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        rMax.fill(MINUS_INF)
+        rSum.fill(0.0)
+        k_address = buffer.toint() + key_warp * self.warp_keys * warp_mma.SWIZZLE_BYTES
+        v_address = k_address + variant.stages * self.tile_bytes
+
+        stage, phase = Int32(0), Int32(0)
+        for step in cutlass.range(first_step, end_step, unroll=1):
+            members = sMembers[step // self.block_steps] & tokens
+            first_key = sBlocks[step // self.block_steps] * BLOCK + step % self.block_steps * variant.step_keys + key_warp * self.warp_keys
+            # Also by a warp that skips the step, or its arrival below might count for the stage's earlier contents.
+            cute.arch.mbarrier_wait(k_full + stage, phase)
+            if members != 0:
+                for part in cutlass.range(self.warp_keys // self.part_keys, unroll=1):
+                    part_key = first_key + part * self.part_keys
+                    offset = stage * self.tile_bytes + part * self.part_keys * warp_mma.SWIZZLE_BYTES
+                    is_cut = members != tokens or part_key + self.part_keys > least_visible
+                    rS = self.multiply_keys(rQ, k_address + offset, lane)
+                    for tile in cutlass.range_constexpr(self.key_tiles):
+                        for j in cutlass.range_constexpr(4):
+                            rS[j, tile] *= rFactor[j // 2]
+                    if is_cut:
+                        self.mask(rS, rows, members, first_row, part_key, lane)
+                    rP = self.softmax(rS, rMax, rSum, rO)
+                    cute.arch.mbarrier_wait(v_full + stage, phase)
+                    if is_cut:
+                        self.multiply_values(rP, rO, v_address + offset, rows.visible(last) - part_key, True, lane)
+                    else:
+                        self.multiply_values(rP, rO, v_address + offset, Int32(0), False, lane)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + stage)
+            stage += 1
+            if stage == variant.stages:
+                stage, phase = Int32(0), phase ^ 1
+
+        for i in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(rSum[i], threads_in_group=4)
+            if lane % 4 == 0:
+                sMax[key_warp, first_row + lane // 4 + 8 * i] = rMax[i]
+                sSum[key_warp, first_row + lane // 4 + 8 * i] = total
+        # Outputs take the place of keys and values once no warp reads those any more.
+        cute.arch.barrier(barrier_id=READERS, number_of_threads=self.readers * WARP)
+        self.store_outputs(rO, self.out_tile(buffer), key_warp, first_row, lane)
+        cute.arch.barrier(barrier_id=READERS, number_of_threads=self.readers * WARP)
+
+    @cute.jit
+    def warp_tokens(self, rows: RowTile, first_row: Int32) -> tuple[Int32, Int32, Int32]:
+        """(bit t: the warp holds token t, which sees keys; the first such token; the last one). Tokens that see nothing come first."""
+        first, end = first_row // self.variant.token_rows, (first_row + MMA_ROWS - 1) // self.variant.token_rows + 1
+        first = cutlass.max(first, -rows.first_position)
+        end = cutlass.min(end, rows.num_tokens)
+        tokens = ((Int32(1) << end) - (Int32(1) << first)) if first < end else Int32(0)
+        return tokens, first, end - 1
+
+    @cute.jit
+    def load_q(
+        self, mQ: cute.Tensor, rows: RowTile, kv_head: Int32, group: Int32, factor: Float32, first_row: Int32, lane: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """A operands [8, 8 products] of the lane's rows, and each row's factor of its logits.
+
+        Product j of lane 4 g + c sums over dims 64 (j // 4) + 16 c + 4 (j % 4) + (0, 1, 2, 3), or 32 c + 4 j + … with one box: what 16-byte loads
+        of K give.
+        """
+        run = HEAD_DIM // 4 // self.boxes
+        rQ = cute.make_rmem_tensor((8, K_STEPS), self.mma_type)
+        rFactor = cute.make_rmem_tensor(2, Float32)
+        for i in cutlass.range_constexpr(2):
+            row = first_row + lane // 4 + 8 * i
+            token, head = row // self.variant.token_rows, row % self.variant.token_rows
+            rRow = cute.make_rmem_tensor(cute.make_layout((run, self.boxes)), self.q_type)
+            rRow.fill(0)
+            if token < rows.num_tokens and head < group:
+                gRow = mQ[rows.first_row + token, kv_head * group + head, None]
+                for box in cutlass.range_constexpr(self.boxes):
+                    cute.autovec_copy(cute.local_tile(gRow, (run,), (box * 4 + lane % 4,)), rRow[None, box])
+            rFactor[i] = factor
+            if const_expr(self.q_type is Uint8):
+                packed, wide = cute.recast_tensor(rRow, Int32), cute.make_rmem_tensor(HEAD_DIM // 8, Int32)
+                for j in cutlass.range_constexpr(HEAD_DIM // 8):
+                    wide[j] = widen_pair(packed[j // 2], self.variant.q_dtype, bool(j % 2))
+                rRow = as_halves(wide)
+            if const_expr(self.normalise_q):
+                rRow, exponent_factor = self.normalise(rRow)
+                rFactor[i] = factor * exponent_factor
+            for j in cutlass.range_constexpr(K_STEPS):
+                for d in cutlass.range_constexpr(2):
+                    rQ[2 * i + d, j] = rRow[4 * j + d]
+                    rQ[4 + 2 * i + d, j] = rRow[4 * j + 2 + d]
+        return rQ, rFactor
+
+    @cute.jit
+    def normalise(self, rRow: cute.Tensor) -> tuple[cute.Tensor, Float32]:
+        """A bf16 row as fp16, over the power of two of its largest entry, and that power: exact but for entries below 2^-16 of the largest."""
+        wide = rRow.load().to(Float32)
+        largest = Float32(0.0)
+        for j in cutlass.range_constexpr(HEAD_DIM // 4):
+            largest = cute.arch.fmax(largest, cute.arch.fmax(wide[j], -wide[j]))
+        largest = cute.arch.warp_reduction_max(largest, threads_in_group=4)
+        exponent = cutlass.min(cutlass.max(largest.bitcast(Int32) >> 23, 1), 253)
+        rHalf = cute.make_rmem_tensor(HEAD_DIM // 4, Float16)
+        rHalf.store((wide * ((254 - exponent) << 23).bitcast(Float32)).to(Float16).reshape(HEAD_DIM // 4))
+        return rHalf, (exponent << 23).bitcast(Float32)
+
+    @cute.jit
+    def multiply_keys(self, rQ: cute.Tensor, address: Int32, lane: Int32) -> cute.Tensor:
+        """Products [4, key tiles] of the warp's rows and keys: 0, 1 are keys 2 c, 2 c + 1 of row g, 2, 3 of row g + 8."""
+        atom = mma_atom(self.mma_type)
+        rS = cute.make_rmem_tensor((4, self.key_tiles), Float32)
+        rS.fill(0.0)
+        products = K_STEPS // self.boxes // 2  # that a 16-byte load of a row feeds
+        for tile in cutlass.range_constexpr(self.key_tiles):
+            for load in cutlass.range_constexpr(2 * self.boxes):
+                at = address + load // 2 * self.box_bytes + swizzled(8 * tile + lane // 4, 2 * (lane % 4) + load % 2)
+                rK = cute.make_rmem_tensor(4, Int32)
+                cute.autovec_copy(shared_tensor(Int32, at, 4), rK)
+                if const_expr(self.is_fp8):
+                    rWide = cute.make_rmem_tensor(8, Int32)
+                    for j in cutlass.range_constexpr(8):
+                        rWide[j] = widen_pair(rK[j // 2], self.variant.kv_dtype, bool(j % 2))
+                    rK = rWide
+                rB = cute.make_tensor(as_halves(rK, self.mma_type).iterator, cute.make_layout((4, products)))
+                for j in cutlass.range_constexpr(products):
+                    cute.mma_atom_call(atom, rS[None, tile], rQ[None, load * products + j], rB[None, j], rS[None, tile])
+        return rS
+
+    @cute.jit
+    def mask(self, rS: cute.Tensor, rows: RowTile, members: Int32, first_row: Int32, first_key: Int32, lane: Int32) -> None:
+        """-inf where the row's token did not pick the block or does not see the key."""
+        for i in cutlass.range_constexpr(2):
+            token = (first_row + lane // 4 + 8 * i) // self.variant.token_rows
+            end = (rows.visible(token) if (members >> token) & 1 != 0 else Int32(0)) - first_key
+            for tile in cutlass.range_constexpr(self.key_tiles):
+                for j in cutlass.range_constexpr(2):
+                    rS[2 * i + j, tile] = rS[2 * i + j, tile] if 8 * tile + 2 * (lane % 4) + j < end else Float32(MINUS_INF)
+
+    @cute.jit
+    def softmax(self, rS: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor, rO: cute.Tensor) -> cute.Tensor:
+        """Of logits in the log2 domain, the weights as A operands [8, 16-key products]; the running state moves to the new maximum."""
+        rScale = cute.make_rmem_tensor(2, Float32)
+        for i in cutlass.range_constexpr(2):
+            largest = rMax[i]
+            for tile in cutlass.range_constexpr(self.key_tiles):
+                largest = cute.arch.fmax(largest, cute.arch.fmax(rS[2 * i, tile], rS[2 * i + 1, tile]))
+            largest = cute.arch.warp_reduction_max(largest, threads_in_group=4)
+            # -inf minus -inf would be NaN in a row that has seen no key yet.
+            origin = largest if largest > MINUS_INF else Float32(0.0)
+            rScale[i] = cute.math.exp2(rMax[i] - origin, fastmath=True)
+            rMax[i] = largest
+            total = rSum[i] * rScale[i]
+            for tile in cutlass.range_constexpr(self.key_tiles):
+                for j in cutlass.range_constexpr(2):
+                    rS[2 * i + j, tile] = cute.math.exp2(rS[2 * i + j, tile] - origin, fastmath=True)
+                    total += rS[2 * i + j, tile]
+            rSum[i] = total
+        # Maxima seldom move after the first blocks.
+        if cute.arch.vote_any_sync(rScale[0] != 1.0 or rScale[1] != 1.0):
+            for tile in cutlass.range_constexpr(D_TILES):
+                for j in cutlass.range_constexpr(4):
+                    rO[j, tile] *= rScale[j // 2]
+        rP = cute.make_rmem_tensor((4, self.key_tiles), self.mma_type)
+        rP.store(rS.load().to(self.mma_type))
+        return cute.make_tensor(rP.iterator, cute.make_layout((8, self.key_tiles // 2)))
+
+    @cute.jit
+    def multiply_values(self, rP: cute.Tensor, rO: cute.Tensor, address: Int32, end: Int32, is_cut: cutlass.Constexpr, lane: Int32) -> None:
+        """rO += P V. Keys at or behind `end` count as zeros if `is_cut`: their bytes may be NaN.
+
+        A transposed load covers 16 keys by two 16-byte chunks of a row: two tiles of 8 dims in 16 bit; in fp8 four, of even and of odd dims.
+        """
+        atom = mma_atom(self.mma_type)
+        key, chunk = lane % 8 + lane // 8 % 2 * 8, lane // 16
+        for product in cutlass.range_constexpr(self.part_keys // MMA_KEYS):
+            keep = cute.make_rmem_tensor(2, Int32)
+            if const_expr(is_cut):
+                for i in cutlass.range_constexpr(2):
+                    left = end - (product * MMA_KEYS + 8 * i + 2 * (lane % 4))
+                    keep[i] = Int32(-1) if left > 1 else (Int32(0xFFFF) if left == 1 else Int32(0))
+            for load in cutlass.range_constexpr(self.boxes * 4):
+                at = address + load // 4 * self.box_bytes + swizzled(product * MMA_KEYS + key, load % 4 * 2 + chunk)
+                rHalf = cute.make_rmem_tensor(8, self.mma_type)
+                load_transposed(self.mma_type, at, rHalf)
+                rV = cute.recast_tensor(rHalf, Int32)
+                if const_expr(self.is_fp8):
+                    rWide = cute.make_rmem_tensor(8, Int32)
+                    for j in cutlass.range_constexpr(4):
+                        pairs = interleave_rows(rV[j])
+                        for odd in cutlass.range_constexpr(2):
+                            rWide[j // 2 * 4 + odd * 2 + j % 2] = widen_pair(pairs, self.variant.kv_dtype, bool(odd))
+                    rV = rWide
+                tiles = cute.size(rV) // 2
+                if const_expr(is_cut):
+                    for j in cutlass.range_constexpr(2 * tiles):
+                        rV[j] &= keep[j % 2]
+                rB = cute.make_tensor(as_halves(rV, self.mma_type).iterator, cute.make_layout((4, tiles)))
+                for j in cutlass.range_constexpr(tiles):
+                    out = rO[None, load * tiles + j]
+                    cute.mma_atom_call(atom, out, rP[None, product], rB[None, j], out)
+
+    def out_tile(self, buffer: cute.Pointer) -> cute.Tensor:
+        """[D, key warps, rows] fp32 in the place of keys and values."""
+        layout = cute.make_layout((HEAD_DIM, self.variant.key_warps, self.rows), stride=(1, self.rows * OUT_PITCH, OUT_PITCH))
+        return cute.make_tensor(cute.recast_ptr(buffer, dtype=Float32), layout)
+
+    @cute.jit
+    def store_outputs(self, rO: cute.Tensor, sOut: cute.Tensor, key_warp: Int32, first_row: Int32, lane: Int32) -> None:
+        """A lane's dims of two tiles of fp8 (even and odd) stand side by side, those of one tile of 16 bit as well."""
+        tiles = 2 if self.is_fp8 else 1
+        for i in cutlass.range_constexpr(2):
+            sRow = sOut[None, key_warp, first_row + lane // 4 + 8 * i]
+            for tile in cutlass.range_constexpr(0, D_TILES, tiles):
+                run = cute.make_rmem_tensor(2 * tiles, Float32)
+                for j in cutlass.range_constexpr(2 * tiles):
+                    run[j] = rO[2 * i + j // tiles, tile + j % tiles]
+                sRun = cute.local_tile(sRow, (2 * tiles,), (tile // tiles * 4 + lane % 4,))
+                cute.autovec_copy(run, sRun)
+
+    @cute.jit
+    def join_key_warps(
+        self, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, row: Int32, lane: Int32
+    ) -> tuple[cute.Tensor, Float32, Float32]:
+        """(sum of p v, four dims a lane; maximum; sum of p) of a row over the warps that shared its keys."""
+        largest = Float32(MINUS_INF)
+        for k in cutlass.range_constexpr(self.variant.key_warps):
+            largest = cute.arch.fmax(largest, sMax[k, row])
+        origin = largest if largest > MINUS_INF else Float32(0.0)
+        output, total = cute.make_rmem_tensor(finish_rows.LANE_DIMS, Float32), Float32(0.0)
+        output.fill(0.0)
+        for k in cutlass.range_constexpr(self.variant.key_warps):
+            weight = cute.math.exp2(sMax[k, row] - origin, fastmath=True)
+            total += weight * sSum[k, row]
+            part = cute.make_rmem_tensor(finish_rows.LANE_DIMS, Float32)
+            cute.autovec_copy(finish_rows.four(sOut[None, k, row], lane), part)
+            for i in cutlass.range_constexpr(finish_rows.LANE_DIMS):
+                output[i] += weight * part[i]
+        return output, largest, total
+
+    @cute.jit
+    def store_partial(
+        self,
+        output: cute.Tensor,
+        largest: Float32,
+        total: Float32,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        split: Int32,
+        row: Int32,
+        head: Int32,
+        lane: Int32,
+    ) -> None:
+        """A split's sum of p v over its sum of p, and its log2-domain LSE; a split without keys leaves its output as it is."""
+        if total > 0.0:
+            for i in cutlass.range_constexpr(finish_rows.LANE_DIMS):
+                output[i] = output[i] / total
+            cute.autovec_copy(output, finish_rows.four(mOut[split, row, head, None], lane))
+        if lane == 0:
+            mLse[split, row, head] = largest + cute.math.log2(total, fastmath=True) if total > 0.0 else Float32(MINUS_INF)
+
+    @cute.jit
+    def clear_padded_rows(
+        self,
+        mOut: cute.Tensor,
+        mLse: Any,
+        mCuSeqlens: cute.Tensor,
+        num_requests: Int32,
+        tile: Int32,
+        kv_head: Int32,
+        num_kv_heads: Int32,
+        thread: Int32,
+    ) -> None:
+        """Rows that no request owns, shared out among the tiles: 0 and -inf."""
+        num_rows, num_heads = mOut.shape[0], mOut.shape[1]
+        num_tiles, _, _ = cute.arch.grid_dim()
+        group = num_heads // num_kv_heads
+        owned = cutlass.min(cutlass.max(mCuSeqlens[0], 0), num_rows)
+        end = cutlass.max(cutlass.min(mCuSeqlens[num_requests], num_rows), owned)
+        for i in cutlass.range(tile, owned + num_rows - end, num_tiles, unroll=1):
+            row = i if i < owned else i - owned + end
+            for at in cutlass.range(thread, group * HEAD_DIM, self.threads, unroll=1):
+                mOut[row, kv_head * group + at // HEAD_DIM, at % HEAD_DIM] = Float32(0.0).to(mOut.element_type)
+            if const_expr(mLse is not None):
+                if thread < group:
+                    mLse[row, kv_head * group + thread] = Float32(MINUS_INF)
+
+
+def build(variant: Variant) -> tuple[SparseDecode, tuple[Any, ...]]:
+    """The kernel and its arguments as fake tensors: every length and stride symbolic."""
+    kernel = SparseDecode(variant)
+    tokens, q_heads, kv_heads, requests, pages = (cute.sym_int() for _ in range(5))
+    align = 16 if variant.aligned else None
+
+    def rows(dtype: type[cutlass.Numeric]) -> cute.Tensor:
+        strides = [cute.sym_int64(divisibility=8 if variant.aligned else 1) for _ in range(2)]
+        return make_fake_tensor(dtype, (tokens, q_heads, HEAD_DIM), (*strides, 1), assumed_align=align)
+
+    def pool() -> cute.Tensor:
+        strides = [cute.sym_int64(divisibility=128 // kernel.kv_type.width) for _ in range(3)]
+        return make_fake_tensor(kernel.kv_type, (pages, kv_heads, BLOCK, HEAD_DIM), (*strides, 1), assumed_align=16)
+
+    if variant.split:
+        shape = (cute.sym_int(), tokens, q_heads)
+        strides = [cute.sym_int64(divisibility=HEAD_DIM) for _ in range(2)]
+        out = make_fake_tensor(Float32, (*shape, HEAD_DIM), (*strides, HEAD_DIM, 1), assumed_align=16)
+        lse = make_fake_tensor(Float32, shape, (cute.sym_int64(), cute.sym_int64(), 1))
+    else:
+        out = rows(BFloat16 if kernel.q_type is Uint8 else kernel.q_type)
+        lse = make_fake_tensor(Float32, (tokens, q_heads), (cute.sym_int64(), cute.sym_int64())) if variant.lse else None
+    scales = [make_fake_tensor(Float32, (1,), (1,)) if has else None for has in (variant.q_scale, variant.k_scale, variant.v_scale)]
+    sink = None
+    if variant.sink != "none":
+        sink = make_fake_tensor(ELEMENTS[variant.sink], (q_heads, HEAD_DIM), (cute.sym_int64(), cute.sym_int64()))
+    return kernel, (
+        rows(kernel.q_type),
+        pool(),
+        pool(),
+        make_fake_tensor(Int32, (kv_heads, tokens, cute.sym_int()), tuple(cute.sym_int64() for _ in range(3))),
+        make_fake_tensor(Int32, (requests, cute.sym_int()), (cute.sym_int64(), cute.sym_int64())),
+        make_fake_tensor(Int32, (requests,), (cute.sym_int64(),)),
+        make_fake_tensor(Int32, (cute.sym_int(),), (cute.sym_int64(),)),
+        sink,
+        out,
+        lse,
+        *scales,
+        *(Float32(0.0) for _ in range(4)),
+        *(Int32(0) for _ in range(3)),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+SOURCES = [__file__, finish_rows.__file__, warp_mma.__file__]
+KERNEL: CuteKernel[Variant] = CuteKernel("sparse_decode_sm90", build, sources=SOURCES)
+
+
+def _power_of_2(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a call is cut: tiles of `tokens` query tokens, each into `splits` runs of pipeline steps."""
+
+    tokens: int
+    token_rows: int
+    key_warps: int
+    step_keys: int
+    stages: int
+    tiles: int
+    splits: int
+
+
+settings_override: dict[str, int] = {}
+"""Set by a tuner: key_warps, step_keys, stages or splits of every launch."""
+
+
+def schedule_for(
+    *,
+    max_seqlen_q: int,
+    num_requests: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    topk: int,
+    num_blocks: int,
+    element_size: int,
+    tokens: int,
+    limit: int,
+) -> Schedule:
+    """Tiles, pipeline and splits from static shapes."""
+    group = _power_of_2(num_q_heads // num_kv_heads)
+    tile_tokens = min(_power_of_2(max(max_seqlen_q, 1)), MAX_TILE_ROWS // group)
+    token_rows = max(group, MMA_ROWS // tile_tokens)
+    row_warps = tile_tokens * token_rows // MMA_ROWS
+    # Four consumer warps and half a multiprocessor's memory where rows are few; eight and all of it where they fill the tensor cores.
+    small = row_warps <= 2
+    key_warps = max(1, (4 if small else 8) // row_warps)
+    step_keys = 128 if element_size == 1 and small else 64
+    budget = (96 if small else 192) * 1024
+    stages = budget // (2 * step_keys * HEAD_DIM * element_size)
+    settings = {"key_warps": key_warps, "step_keys": step_keys, "stages": stages} | {k: v for k, v in settings_override.items() if k != "splits"}
+
+    tiles = -(-max_seqlen_q // tile_tokens) * num_requests
+    # Neighbouring drafts share most blocks: a token more brings about one and a half.
+    blocks = min(tile_tokens * topk, topk + 3 * (tile_tokens - 1) // 2, max(num_blocks, 1))
+    steps = blocks * (BLOCK // settings["step_keys"])
+    slots = STREAMING_MULTIPROCESSORS * (2 if small else 1)
+
+    def cost(splits: int) -> int:
+        waves = -(-tiles * num_kv_heads * splits // slots)
+        return waves * -(-steps // splits) + (MERGE_STEPS if splits > 1 else 0)
+
+    fitting = [s for s in range(1, MAX_SPLITS + 1) if s <= steps and (s == 1 or partial_bytes(s, tokens, num_q_heads) <= limit)]
+    splits = settings_override.get("splits") or min(fitting, key=lambda s: (cost(s), s))
+    return Schedule(tile_tokens, token_rows, **settings, tiles=tiles, splits=splits)
+
+
+def partial_bytes(splits: int, tokens: int, num_q_heads: int) -> int:
+    return 0 if splits == 1 else splits * tokens * num_q_heads * (HEAD_DIM + 1) * 4 + 512
+
+
+def decode_workspace_bytes(shape: WorkShape) -> int:
+    """Scratch of a decode or verify call: the splits' partials, splits * T * Hq * (4 D + 4)."""
+    if shape.tokens == 0 or shape.num_requests == 0:
+        return 0
+    return max(partial_bytes(_schedule_of(shape, element_size).splits, shape.tokens, shape.num_q_heads) for element_size in (1, 2))
+
+
+def _schedule_of(shape: WorkShape, element_size: int) -> Schedule:
+    return schedule_for(
+        max_seqlen_q=shape.max_seqlen_q,
+        num_requests=shape.num_requests,
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        topk=shape.topk,
+        num_blocks=shape.num_blocks,
+        element_size=element_size,
+        tokens=shape.tokens,
+        limit=shape.limit,
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """fp8 data as uint8, without a copy."""
+    return tensor.view(torch.uint8) if is_fp8(tensor.dtype) else tensor
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    size = tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride * size % 16 == 0 for stride in tensor.stride()[:2])
+
+
+def _check_pool(argument: str, tensor: torch.Tensor) -> None:
+    size = tensor.element_size()
+    if tensor.data_ptr() % 16 or any(stride * size % 16 for stride in tensor.stride()[:3]):
+        raise ValueError(
+            f"{argument}: expected an address and strides in multiples of 16 bytes, which TMA needs, got address {tensor.data_ptr():#x} and strides "
+            f"{tensor.stride()} of {size} bytes; impl='triton' takes any"
+        )
+
+
+def sparse_decode(call: SparseAttentionCall) -> None:
+    """Attention of every query over the visible keys of its selected blocks, at most 16 queries a request; fills call.out and call.lse.
+
+    Raises:
+        ValueError: a pool whose address or strides are no multiples of 16 bytes.
+    """
+    batch = call.batch
+    num_rows, num_q_heads, _ = call.q.shape
+    if num_rows == 0:
+        return
+    if batch.num_requests == 0 or batch.max_seqlen_q == 0 or batch.page_table.shape[1] == 0 or call.k.shape[0] == 0:
+        call.out.zero_()
+        if call.lse is not None:
+            call.lse.fill_(MINUS_INF)
+        return
+    _check_pool("cache.k", call.k)
+    _check_pool("cache.v", call.v)
+    schedule = schedule_for(
+        max_seqlen_q=batch.max_seqlen_q,
+        num_requests=batch.num_requests,
+        num_q_heads=num_q_heads,
+        num_kv_heads=call.k.shape[1],
+        topk=call.ids.shape[2],
+        num_blocks=batch.num_blocks,
+        element_size=call.k.element_size(),
+        tokens=num_rows,
+        limit=workspace_limit(),
+    )
+    split = schedule.splits > 1
+    q, aligned = _bytes_of(call.q), _is_aligned(call.q) and _is_aligned(call.out)
+    out, lse, sink_key = call.out, call.lse, call.sink_key
+    if split:
+        assert call.workspace is not None
+        out, offset = carve(call.workspace, 0, (schedule.splits, num_rows, num_q_heads, HEAD_DIM), torch.float32)
+        lse, _ = carve(call.workspace, offset, (schedule.splits, num_rows, num_q_heads), torch.float32)
+        sink_key = None
+    scales = [None if s.tensor is None else s.tensor.reshape(1) for s in (call.q_scale, call.k_scale, call.v_scale)]
+    if split:
+        scales[2] = None
+    variant = Variant(
+        dtype_name(call.q.dtype),
+        dtype_name(call.k.dtype),
+        schedule.tokens,
+        schedule.token_rows,
+        max(16, _power_of_2(call.ids.shape[2])),
+        schedule.key_warps,
+        schedule.step_keys,
+        schedule.stages,
+        split,
+        lse is not None and not split,
+        "none" if sink_key is None else dtype_name(sink_key.dtype),
+        *(scale is not None for scale in scales),
+        aligned=aligned,
+    )
+    KERNEL.get(variant, call.q.device)(
+        q,
+        _bytes_of(call.k),
+        _bytes_of(call.v),
+        call.ids,
+        batch.page_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        sink_key,
+        out,
+        lse,
+        *scales,
+        call.sm_scale,
+        call.q_scale.value,
+        call.k_scale.value,
+        call.v_scale.value,
+        batch.max_seqlen_q,
+        batch.max_seqlen_k,
+        schedule.splits,
+    )
+    if split:
+        merge_splits(call, q, out, lse, aligned)
