@@ -22,7 +22,10 @@ _in_use: ContextVar[str | None] = ContextVar("m3attn_use", default=None)
 
 
 class UnsupportedProblem(NotImplementedError):
-    """A named implementation cannot run the problem, or no implementation can. The message lists every reason."""
+    """A named implementation cannot run the problem, or no implementation can. The message lists every reason.
+
+    An implementation raises it too, before it writes anything, for what a `Problem` does not say, such as strides: auto then takes the next one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,8 @@ _failed: dict[tuple[Implementation, Problem], str] = {}
 """What auto no longer tries, and the error."""
 
 
-def resolve(stage: str, problem: Problem, impl: str | None = None) -> Implementation:
-    """The implementation that runs `problem`.
+def resolve(stage: str, problem: Problem, impl: str | None = None, declined: tuple[str, ...] = ()) -> Implementation:
+    """The implementation that runs `problem`; `declined`: keys that auto is to pass over for this call.
 
     Raises:
         ValueError: `impl`, or a choice in force, names an unknown key.
@@ -135,29 +138,31 @@ def resolve(stage: str, problem: Problem, impl: str | None = None) -> Implementa
     """
     registry.load_plugins()
     environment = os.environ.get("M3ATTN_IMPL")
-    key = (stage, problem, impl, _in_use.get(), environment, os.environ.get(DISABLE_CUTE), registry.version, registry.interpreter_enabled())
+    key = (stage, problem, impl, declined, _in_use.get(), environment, os.environ.get(DISABLE_CUTE), registry.version, registry.interpreter_enabled())
     known = _remembered.get(key)
     if known is None:
         if len(_remembered) > 4096:
             _remembered.clear()
-        known = _remembered[key] = _resolve(stage, problem, impl, environment)
+        known = _remembered[key] = _resolve(stage, problem, impl, environment, declined)
     return known
 
 
-def fall_back(implementation: Implementation, problem: Problem, impl: str | None, error: BrokenImplementation) -> bool:
-    """Whether auto chose `implementation`, which it then leaves out for `problem` from now on, with one warning an implementation."""
-    stage, key = implementation.stage, implementation.key
-    if _explain(stage, problem, impl, os.environ.get("M3ATTN_IMPL")).chosen_by != "auto":
-        return False
+def is_autos(stage: str, problem: Problem, impl: str | None) -> bool:
+    """Whether auto chooses, and neither `impl` nor a choice in force."""
+    return _explain(stage, problem, impl, os.environ.get("M3ATTN_IMPL")).chosen_by == "auto"
+
+
+def leave_out(implementation: Implementation, problem: Problem, error: BrokenImplementation) -> None:
+    """auto takes `implementation` for `problem` no longer; one warning an implementation."""
     if all(failed is not implementation for failed, _ in _failed):
-        warnings.warn(f"{stage}: auto leaves {key} out and takes the next implementation: {error}", RuntimeWarning, stacklevel=2)
+        what = f"{implementation.stage}: auto leaves {implementation.key} out and takes the next implementation"
+        warnings.warn(f"{what}: {error}", RuntimeWarning, stacklevel=3)
     _failed[implementation, problem] = str(error)
     _remembered.clear()
-    return True
 
 
-def _resolve(stage: str, problem: Problem, impl: str | None, environment: str | None) -> Implementation:
-    explanation = _explain(stage, problem, impl, environment)
+def _resolve(stage: str, problem: Problem, impl: str | None, environment: str | None, declined: tuple[str, ...]) -> Implementation:
+    explanation = _explain(stage, problem, impl, environment, declined)
     if explanation.chosen is None:
         raise UnsupportedProblem(_failure(explanation))
     implementation = registry.find(stage, explanation.chosen)
@@ -201,7 +206,7 @@ def auto_order(stage: str, problem: Problem) -> list[str]:
     return registry.user_order(stage) + [key for key in ranked if registry.find(stage, key) is not None]
 
 
-def _explain(stage: str, problem: Problem, impl: str | None, environment: str | None) -> Explanation:
+def _explain(stage: str, problem: Problem, impl: str | None, environment: str | None, declined: tuple[str, ...] = ()) -> Explanation:
     if stage not in STAGES:
         raise ValueError(f"stage: expected one of {', '.join(STAGES)}, got {stage!r}")
     if impl is not None and ("=" in impl or "," in impl):
@@ -222,8 +227,9 @@ def _explain(stage: str, problem: Problem, impl: str | None, environment: str | 
     for key in auto_order(stage, problem):
         implementation = registry.find(stage, key)
         assert implementation is not None
-        failure = _failed.get((implementation, problem))
-        reasons_by_key[key] = (*reasons_against(implementation, problem), *((failure,) if failure else ()))
+        more = [_failed[implementation, problem]] if (implementation, problem) in _failed else []
+        more += ["declined the tensors of this call"] if key in declined else []
+        reasons_by_key[key] = (*reasons_against(implementation, problem), *more)
         if chosen is None and not reasons_by_key[key]:
             chosen = key
     return Explanation(stage, problem, chosen, by, reasons_by_key)

@@ -12,7 +12,7 @@ import torch
 
 from m3attn.batch import PagedBatch
 from m3attn.checks import check_no_grad, check_outputs
-from m3attn.choice import fall_back, resolve
+from m3attn.choice import UnsupportedProblem, is_autos, leave_out, resolve
 from m3attn.problem import Problem
 from m3attn.registry import BrokenImplementation, Implementation
 from m3attn.scales import Scale
@@ -37,8 +37,9 @@ def execute(
         BrokenImplementation: a named implementation cannot be imported or compiled; auto goes on to the next one.
     """
     inputs = tuple(inputs)
+    declined: tuple[str, ...] = ()
     while True:
-        implementation = resolve(stage, problem, impl)
+        implementation = resolve(stage, problem, impl, declined)
         check_no_grad(implementation.key, inputs)
         try:
             ready = call
@@ -49,8 +50,13 @@ def execute(
             log_call(stage, implementation.key, ready)
             return implementation.load()(ready)
         except BrokenImplementation as error:
-            if not fall_back(implementation, problem, impl, error):
+            if not is_autos(stage, problem, impl):
                 raise
+            leave_out(implementation, problem, error)
+        except UnsupportedProblem:
+            if not is_autos(stage, problem, impl):
+                raise
+            declined += (implementation.key,)
 
 
 def log_call(stage: str, key: str, call: Any) -> None:

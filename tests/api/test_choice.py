@@ -293,6 +293,23 @@ def test_a_module_that_cannot_be_imported_counts_as_broken(tmp_path: Path, monke
             assert torch.equal(BUILDERS[STAGE]()(out=None), BUILDERS[STAGE]()(out=None, impl="reference"))
 
 
+def test_a_call_that_an_implementation_declines_goes_to_the_next() -> None:
+    def declines_strides(call) -> None:
+        if call.scores.stride(2) != 1:
+            raise m3attn.UnsupportedProblem("scores: expected a unit last stride")
+        call.out.fill_(7)
+
+    strided = BUILDERS[STAGE]().arguments["scores"].repeat_interleave(2, dim=2)[..., ::2]
+    with registered(STAGE, "choosy", declines_strides, auto=True):
+        for _ in range(2):
+            assert first_id() == 7
+            assert torch.equal(BUILDERS[STAGE]()(scores=strided, out=None), BUILDERS[STAGE]()(out=None, impl="reference"))
+        with pytest.raises(m3attn.UnsupportedProblem, match="expected a unit last stride"):
+            BUILDERS[STAGE]()(scores=strided, out=None, impl="choosy")
+        with pytest.raises(m3attn.UnsupportedProblem), m3attn.use("choosy"):
+            BUILDERS[STAGE]()(scores=strided, out=None)
+
+
 def test_other_errors_of_an_implementation_are_raised() -> None:
     def fails(call) -> None:
         raise RuntimeError("a bug")

@@ -1,0 +1,115 @@
+"""What the compiler makes of every named variant of the CuTe DSL kernels for sm_90a: matrix instructions, TMA, registers, local and shared memory.
+
+A third of the variants in every run, the others in `make check-kernels`.
+"""
+
+import math
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+import pytest
+from needed import need
+
+need("nvidia-cutlass-dsl", "apache-tvm-ffi")
+
+from simulator import Artifacts, artifacts
+from triton import knobs
+
+from m3attn.dsl_kernels.variants import VARIANTS
+
+ARCH = "sm_90"
+SHARED_MEMORY = 227 * 1024
+REGISTERS = 65_536
+MAX_VARIANTS = 40
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of a kernel: its matrix products by the instruction they use, and whether its operands come by TMA; `why` where it is not wgmma and TMA."""
+
+    products: int
+    instruction: str = "wgmma"
+    tma: bool = True
+    why: str = ""
+
+
+EXPECTED: dict[str, Expected] = {}
+
+
+def products(ptx: str) -> dict[str, int]:
+    """Instruction -> how many kinds of product use it, told apart by shape, types, where operand A lies and how operands are transposed."""
+    kinds: dict[str, set[tuple[str, ...]]] = {"wgmma": set(), "mma.sync": set()}
+    for name, operands in re.findall(r"\bwgmma\.mma_async\.(\S+)\s+\{[^}]*\},\s*([^;]+);", ptx):
+        immediates = re.sub(r"^.*\bp\s*,", "", operands)
+        kinds["wgmma"].add((name, "registers" if operands.startswith("{") else "shared", re.sub(r"\s", "", immediates)))
+    for name in re.findall(r"\bmma\.sync\.(\S+)", ptx):
+        kinds["mma.sync"].add((name,))
+    return {instruction: len(found) for instruction, found in kinds.items() if found}
+
+
+@dataclass(frozen=True)
+class Usage:
+    registers: int
+    local: int
+    threads: int
+    shared: int
+
+    @classmethod
+    def of(cls, found: Artifacts) -> "Usage":
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(found.cubin)
+            file.flush()
+            tool = knobs.nvidia.cuobjdump.path
+            shown = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        (registers,) = map(int, re.findall(r"\bREG:(\d+)", shown))
+        local = sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", shown)))
+        (threads,) = re.findall(r"^\.reqntid (\d+), (\d+), (\d+)", found.ptx, re.MULTILINE)
+        return cls(registers, local, math.prod(map(int, threads)), shared_bytes(found.ir))
+
+
+def shared_bytes(ir: str) -> int:
+    """What the kernel allocates of shared memory, one tensor after another, each at its alignment; the launch asks for no more."""
+    types = dict(re.findall(r"^(!memref_smem\w+) = (.*)$", ir, re.MULTILINE))
+    total = 0
+    for name in re.findall(r"cute\.memref\.alloca\(\).*: (!memref_smem\w+)$", ir, re.MULTILINE):
+        alignment, size = map(int, re.fullmatch(r'!cute\.memref<i8, smem, align<(\d+)>, "\(?(\d+)\)?:\(?1\)?">', types[name]).groups())
+        total = -(-total // alignment) * alignment + size
+    return total
+
+
+def faults(kernel: str, found: Artifacts) -> list[str]:
+    expected, usage = EXPECTED[kernel], Usage.of(found)
+    wanted = {expected.instruction: expected.products} if expected.products else {}
+    tma = "cp.async.bulk.tensor" in found.ptx
+    seen = [f"products: expected {wanted}, found {got}"] if (got := products(found.ptx)) != wanted else []
+    seen += [f"TMA: expected {expected.tma}, found {tma}"] if tma != expected.tma else []
+    seen += [f"{usage.local} bytes of local memory a thread"] if usage.local else []
+    seen += [f"{usage.registers} registers of {usage.threads} threads"] if -(-usage.registers // 8) * 8 * usage.threads > REGISTERS else []
+    seen += [f"{usage.shared} bytes of shared memory"] if usage.shared > SHARED_MEMORY else []
+    return seen
+
+
+def parameters() -> list:
+    """Every third variant of each kernel, its first among them, in every run; the others are slow."""
+    counts: dict[str, int] = {}
+    listed = []
+    for name, (kernel, _) in VARIANTS[ARCH].items():
+        number = counts[kernel.name] = counts.get(kernel.name, -1) + 1
+        listed.append(pytest.param(name, marks=[pytest.mark.slow] if number % 3 else []))
+    return listed
+
+
+@pytest.mark.parametrize("name", parameters())
+def test_what_is_compiled(name: str) -> None:
+    kernel, variant = VARIANTS[ARCH][name]
+    assert faults(kernel.name, artifacts(kernel, variant, ARCH)) == []
+
+
+def test_the_list_is_short_and_names_every_kernel() -> None:
+    kernels = {kernel.name for kernel, _ in VARIANTS[ARCH].values()}
+    assert len(VARIANTS[ARCH]) <= MAX_VARIANTS
+    assert kernels == set(EXPECTED)
+    assert len({(kernel.name, variant) for kernel, variant in VARIANTS[ARCH].values()}) == len(VARIANTS[ARCH])
+    assert all(expected.why for expected in EXPECTED.values() if expected.instruction != "wgmma" or not expected.products or not expected.tma)
