@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from m3attn import flash_attn_4
 from m3attn.problem import Problem
 from m3attn.registry import Capabilities, Implementation, add
 
@@ -154,6 +155,26 @@ def add_builtin_implementations() -> None:
             scratch=True,
             fp8_archs=FP8_GEMM_ARCHS,
             **_ATTENTION,
+        ),
+        Implementation(
+            "dense_attention",
+            "flash_attn_4",
+            "m3attn.flash_attn_4:dense_attention",
+            Capabilities(
+                archs=("sm_90", "sm_100"),
+                modes=("bf16", "fp16"),
+                q_dtypes=("bf16", "fp16"),
+                kv_dtypes=("bf16", "fp16"),
+                head_dims=(64, 128),
+                group_sizes=(1, 32),
+                page_sizes=(128,),
+                sink=False,
+                needs_zero_on_alloc=True,
+            ),
+            workspace="m3attn.flash_attn_4:workspace_bytes",
+            sources=("m3attn.flash_attn_4",),
+            extra_reasons=flash_attn_4.reasons,
+            built_in=True,
         ),
         _triton("merge_attention_states", "merge_states", q_dtypes=("bf16", "fp16", "fp32")),
         _triton("quantize_fp8", "quantize", "saturate", q_dtypes=("bf16", "fp16", "fp32")),

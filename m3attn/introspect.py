@@ -58,6 +58,7 @@ def info() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _installed("triton"),
         "nvidia-cutlass-dsl": _installed("nvidia-cutlass-dsl"),
+        "flash-attn-4": _installed("flash-attn-4"),
         "einops": _installed("einops"),
         "gpu": gpu,
         "arch": arch_of(),

@@ -69,7 +69,8 @@ class Step:
 class AttentionCase:
     """A case of sparse attention (topk > 0) or dense attention (topk == 0).
 
-    `ids`: `ascending` as the selection writes them, or `scattered`: shuffled, with -1 and ids out of range between them.
+    `ids`: `ascending` as the selection writes them, or `scattered`: shuffled, with -1 and ids out of range between them. `zero_on_alloc`: zeros
+    stand behind each sequence in its last page; NaN in pages that nobody has.
     """
 
     step: Step
@@ -83,12 +84,13 @@ class AttentionCase:
     sink: torch.dtype | None = None
     ids: str = "ascending"
     packed_q: bool = False
+    zero_on_alloc: bool = False
 
     @property
     def id(self) -> str:
         parts = [self.step.id, f"h{self.num_q_heads}x{self.num_kv_heads}d{self.head_dim}", self.mode, self.layout]
         parts += [f"k{self.topk}"] if self.topk else []
-        parts += [name for name, on in (("scaled", self.scaled), ("packedq", self.packed_q)) if on]
+        parts += [name for name, on in (("scaled", self.scaled), ("packedq", self.packed_q), ("zeroed", self.zero_on_alloc)) if on]
         parts += [f"sink_{dtype_name(self.sink)}"] if self.sink else []
         parts += [self.ids] if self.ids != "ascending" else []
         return "-".join(parts)
@@ -107,6 +109,7 @@ class AttentionCase:
             sink=self.sink is not None,
             lse=True,
             fp8_pv=self.mode == "fp8_pv",
+            zero_on_alloc=self.zero_on_alloc,
         )
 
 
@@ -300,6 +303,18 @@ def tile_attention() -> list[AttentionCase]:
     return list(dict.fromkeys(cases))
 
 
+def tile_dense() -> list[AttentionCase]:
+    """Dense attention at pages of 128 that were zeroed when they were allocated, small enough for the interpreter of tests/ptxsim."""
+    base = AttentionCase(TILE_DECODE, 8, 2, topk=0, zero_on_alloc=True)
+    cases = [replace(base, step=step) for step in TILE_STEPS]
+    cases += [replace(base, step=TILE_PREFILL, num_q_heads=2 * g, layout=layout) for g, layout in ((1, "packed_nhd"), (16, "layers"))]
+    cases += [
+        replace(base, step=TILE_VERIFY, mode="fp16", head_dim=64, packed_q=True),
+        replace(base, step=TILE_CHUNK, num_q_heads=32, num_kv_heads=1),
+    ]
+    return cases
+
+
 def full_attention(*, sparse: bool) -> list[AttentionCase]:
     topk = 16 if sparse else 0
     base = AttentionCase(DECODE, 64, 4, topk=topk)
@@ -333,6 +348,13 @@ def full_attention(*, sparse: bool) -> list[AttentionCase]:
     if sparse:
         cases += [replace(base, step=step, ids="scattered") for step in (DECODE, VERIFY_RAGGED, PREFILL)]
         cases += [replace(base, step=step, topk=k) for step in (DECODE, PREFILL) for k in (1, 4, 8, 17, 32, 128)]
+    else:
+        zeroed = replace(base, zero_on_alloc=True)
+        cases += [replace(zeroed, step=step, mode=mode) for step in STEPS for mode in ("bf16", "fp16")]
+        cases += [replace(zeroed, step=step, num_q_heads=g * 2, num_kv_heads=2) for step in (DECODE, VERIFY, PREFILL) for g in GROUPS]
+        cases += [replace(zeroed, step=step, layout=layout, packed_q=True) for step in (DECODE, PREFILL) for layout in LAYOUTS]
+        cases += [replace(zeroed, step=step, head_dim=64, num_q_heads=8, num_kv_heads=2) for step in (DECODE, PREFILL)]
+        cases += tile_dense()
     return list(dict.fromkeys(cases))
 
 

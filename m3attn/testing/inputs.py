@@ -170,9 +170,12 @@ def attention_inputs(
 
     k, v, cache = key_value_pools(case.layout, num_pages, case.num_kv_heads, step.page_size, case.head_dim, kv_dtype, device)
     slots = live_slots(batch, step)
+    if case.zero_on_alloc:
+        for pool in (k, v):
+            indexable(pool)[slots // step.page_size] = 0
     write_slots(k, slots, saturating_cast(keys, kv_dtype, k_scale))
     write_slots(v, slots, saturating_cast(values, kv_dtype, v_scale))
-    cache = LayerCache(k=cache.k, v=cache.v, kv=cache.kv, k_scale=k_scale, v_scale=v_scale)
+    cache = LayerCache(k=cache.k, v=cache.v, kv=cache.kv, k_scale=k_scale, v_scale=v_scale, zero_on_alloc=case.zero_on_alloc)
     ids = None
     if case.topk:
         ids = random_ids(batch, step.tokens, case.num_kv_heads, case.topk, seed)
