@@ -74,9 +74,9 @@ class QueryRows:
 
 
 @cute.jit
-def blocks_up_to(position: Int32, block_size: cutlass.Constexpr[int], num_blocks: Int32):
-    """Blocks that a query at `position` sees."""
-    return cutlass.min(cutlass.max(position + block_size, 0) // block_size, num_blocks)
+def blocks_up_to(position: Int32, block_shift: Int32, num_blocks: Int32):
+    """Blocks of 2^block_shift keys that a query at `position` sees."""
+    return cutlass.min(cutlass.max((position >> block_shift) + 1, 0), num_blocks)
 
 
 @cute.jit

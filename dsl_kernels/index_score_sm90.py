@@ -30,6 +30,7 @@ from m3attn.dsl_kernels.index_rows import QueryRows
 from m3attn.dtypes import dtype_name
 
 BLOCK = 128
+BLOCK_SHIFT = 7
 DIM = 128
 CHUNK_BLOCKS = 512
 """Blocks of keys that all CTAs finish before any takes the next: 16 MiB of bf16 keys, a third of an H200's L2."""
@@ -200,7 +201,7 @@ class IndexScoreSm90:
     def live_blocks(self, rows: QueryRows, tile: Int32, num_blocks: Int32, skip_blocks: Int32):
         """(request, first_row, tokens, first_position, seq_len) of a row tile, and the blocks that need scores: those its last row sees."""
         request, first_row, tokens, first_position, seq_len = rows.tile(tile, self.tokens)
-        live = index_rows.blocks_up_to(first_position + tokens - 1, BLOCK, num_blocks)
+        live = index_rows.blocks_up_to(first_position + tokens - 1, BLOCK_SHIFT, num_blocks)
         live = live if tokens > 0 and live > skip_blocks else 0
         return request, first_row, tokens, first_position, seq_len, live
 
@@ -391,7 +392,7 @@ class IndexScoreSm90:
         spare_warps = WARPS - CONSUMER_WARPS - 1
         for row in cutlass.range(rows.begin + cta * spare_warps + warp, rows.end, num_ctas * spare_warps, unroll=1):
             position = rows.position(row)
-            live = index_rows.blocks_up_to(position, BLOCK, num_blocks)
+            live = index_rows.blocks_up_to(position, BLOCK_SHIFT, num_blocks)
             for head in cutlass.range_constexpr(self.num_heads):
                 for column in cutlass.range(live + lane, num_blocks, 32, unroll=1):
                     mOut[head, row - rows.begin, column] = Float32(NEGATIVE_INFINITY)

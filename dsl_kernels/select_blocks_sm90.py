@@ -1,0 +1,363 @@
+"""The selection for Hopper: for every (KV group, query token) the K best blocks of its scores, exactly and in ascending order.
+
+A few lanes of a warp share a row. First the K-th largest score: each lane sorts `width` of the row's scores at a time by a network, keeps the largest
+`width` it has seen, and the lanes merge what they kept, halving each one's part at every merge. No step depends on the values. Then the row is read
+again (from L1 or L2) and what reaches that score is written in order of its id. Only where ties leave too many does a third walk, in order of ids,
+keep the lowest. Nothing is sorted by id, and no score moves together with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from m3attn.batch import DECODE_MAX_SEQLEN_Q, PagedBatch
+from m3attn.calls import SelectBlocksCall
+from m3attn.dsl_kernels import index_rows
+from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.index_rows import QueryRows
+
+WARPS = 4
+NEGATIVE_INFINITY = float("-inf")
+NAN = float("nan")
+STEP = 16
+"""Scores that a lane looks at in one step of the second walk: four groups of four neighbours, a byte of bits for each."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`width`: a power of two from 16 on that is at least K. `lanes` share a row. `vector`: scores can be read 16 bytes at a time."""
+
+    width: int
+    lanes: int
+    vector: bool
+
+
+def sorting_network(n: int) -> Iterator[tuple[int, int]]:
+    """Batcher's odd-even merge sort of n = 2^k elements: pairs (i, j), i < j, to be put in order one after another."""
+    p = 1
+    while p < n:
+        k = p
+        while k >= 1:
+            for j in range(k % p, n - k, 2 * k):
+                for i in range(min(k, n - j - k)):
+                    if (i + j) // (2 * p) == (i + j + k) // (2 * p):
+                        yield i + j, i + j + k
+            k //= 2
+        p *= 2
+
+
+def bitonic_merge(n: int) -> Iterator[tuple[int, int]]:
+    """The same for a sequence of n = 2^k elements that rises and then falls, or the other way round."""
+    distance = n // 2
+    while distance:
+        for i in range(n):
+            if not i & distance:
+                yield i, i + distance
+        distance //= 2
+
+
+def put_in_order(values: list[Float32], pairs: Iterator[tuple[int, int]]) -> list[Float32]:
+    """Descending."""
+    for i, j in pairs:
+        values[i], values[j] = cute.arch.fmax(values[i], values[j]), cute.arch.fmin(values[i], values[j])
+    return values
+
+
+class SelectBlocksSm90:
+    def __init__(self, variant: Variant) -> None:
+        self.width, self.lanes, self.vector = variant.width, variant.lanes, variant.vector
+
+    @cute.jit
+    def __call__(
+        self,
+        mScores: cute.Tensor,  # [Hkv, row_end - row_begin, at least num_blocks] fp32
+        mOut: cute.Tensor,  # [Hkv, T, K]
+        mSeqLens: cute.Tensor,  # [B]
+        mOffsets: cute.Tensor,  # [B + 1], cu_seqlens_q
+        row_begin: Int32,
+        row_end: Int32,
+        max_seqlen_k: Int32,
+        num_blocks: Int32,
+        block_shift: Int32,  # log2 of the block size
+        init_blocks: Int32,
+        local_blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        rows_of_cta = WARPS * (32 // self.lanes)
+        self.kernel(mScores, mOut, mSeqLens, mOffsets, row_begin, row_end, max_seqlen_k, num_blocks, block_shift, init_blocks, local_blocks).launch(
+            grid=(cute.ceil_div(row_end - row_begin, rows_of_cta), mOut.shape[0], 1),
+            block=(32 * WARPS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mScores: cute.Tensor,
+        mOut: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        mOffsets: cute.Tensor,
+        row_begin: Int32,
+        row_end: Int32,
+        max_seqlen_k: Int32,
+        num_blocks: Int32,
+        block_shift: Int32,
+        init_blocks: Int32,
+        local_blocks: Int32,
+    ):
+        tile, head, _ = cute.arch.block_idx()
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        # Last rows first: they see most blocks, and short rows fill the gaps at the end.
+        row = row_end - 1 - ((tile * WARPS + warp) * (32 // self.lanes) + lane // self.lanes)
+        lane = lane % self.lanes
+        exists = row >= row_begin
+        row = cutlass.max(row, row_begin)
+        topk = mOut.shape[2]
+
+        position = QueryRows(mOffsets, mSeqLens, row_begin, row_end, max_seqlen_k).position(row)
+        live = index_rows.blocks_up_to(position, block_shift, num_blocks)
+        chosen = cutlass.min(live, topk)
+        num_local = cutlass.min(chosen, local_blocks)
+        first = cutlass.min(chosen - num_local, init_blocks)
+        last = live - num_local
+        wanted = chosen - num_local - first  # of the scores [first, last)
+        ranked = exists and live > topk and wanted > 0
+        last = last if ranked else first
+        gOut = mOut[head, row, None]
+        gScores = mScores[head, row - row_begin, None]
+        if exists:
+            for i in cutlass.range(lane, topk, self.lanes, unroll=1):
+                if i < first or i >= first + wanted or live <= topk:
+                    gOut[i] = (i if i < first or live <= topk else live - chosen + i) if i < chosen else -1
+
+        longest = cute.arch.warp_redux_sync(last if ranked else 0, "max")
+        if longest > 0:
+            bound = self.nth_largest(gScores, first, last, longest, lane, wanted)
+            count = self.write_ids(gScores, gOut, first, last, longest, lane, bound, wanted)
+            if cute.arch.vote_any_sync(count > wanted):
+                cute.arch.sync_warp()
+                self.write_ids_of_ties(gScores, gOut, first, last, longest, lane, bound, wanted, count > wanted)
+
+    @cute.jit
+    def load(self, gScores, group, first, last, absent: cutlass.Constexpr[float]):
+        """Scores group, …, group + 3 of a row: -inf for NaN, and `absent` outside [first, last)."""
+        scores = cute.make_rmem_tensor(4, Float32)
+        scores.fill(absent)
+        if group < last:
+            if cutlass.const_expr(self.vector):
+                cute.autovec_copy(cute.local_tile(gScores, (4,), (group // 4,)), scores)
+            else:
+                for i in cutlass.range_constexpr(4):
+                    if group + i < last:
+                        scores[i] = gScores[group + i]
+            for i in cutlass.range_constexpr(4):
+                scores[i] = cute.arch.fmax(scores[i], Float32(NEGATIVE_INFINITY))
+            if group < first or group + 4 > last:
+                for i in cutlass.range_constexpr(4):
+                    scores[i] = scores[i] if group + i >= first and group + i < last else Float32(absent)
+        return scores
+
+    @cute.jit
+    def nth_largest(self, gScores, first, last, longest, lane, wanted):
+        """The wanted-th largest score, in every lane of the row."""
+        width = self.width
+        largest = cute.make_rmem_tensor(width, Float32)
+        largest.fill(NEGATIVE_INFINITY)
+        for start in cutlass.range(0, longest, width * self.lanes, unroll=1):
+            fresh = []
+            for group in cutlass.range_constexpr(width // 4):
+                scores = self.load(gScores, start + (group * self.lanes + lane) * 4, first, last, NEGATIVE_INFINITY)
+                fresh += [scores[i] for i in range(4)]
+            fresh = put_in_order(fresh, sorting_network(width))
+            kept = put_in_order([cute.arch.fmax(largest[i], fresh[width - 1 - i]) for i in range(width)], bitonic_merge(width))
+            for i in cutlass.range_constexpr(width):
+                largest[i] = kept[i]
+        kept, shift = merge_lanes([largest[i] for i in range(width)], self.lanes, lane)
+        # Element n of the merged sequence lies in lane n // len(kept), times 2^shift where lanes hold copies.
+        index = cutlass.max(wanted - 1, 0)
+        bound = Float32(NEGATIVE_INFINITY)
+        for i in cutlass.range_constexpr(len(kept)):
+            from_lane = self.shuffle(kept[i], (index // len(kept)) << shift)
+            bound = from_lane if index % len(kept) == i else bound
+        return bound
+
+    @cute.jit
+    def shuffle(self, value, source):
+        """`value` of lane `source` of the row's lanes."""
+        return cute.arch.shuffle_sync(value, cute.arch.lane_idx() // self.lanes * self.lanes + source)
+
+    @cute.jit
+    def write_ids(self, gScores, gOut, first, last, longest, lane, bound, wanted):
+        """Ids of scores that reach `bound`, ascending, from gOut[first] on; how many there are. Where too many, those written mean nothing."""
+        count = Int32(0)
+        for start in cutlass.range(0, longest, STEP * self.lanes, unroll=1):
+            reach = Int32(0)  # bit i of byte g: neighbour i of group g
+            for group in cutlass.range_constexpr(STEP // 4):
+                scores = self.load(gScores, start + (group * self.lanes + lane) * 4, first, last, NAN)
+                for i in cutlass.range_constexpr(4):
+                    reach = reach | (1 << (group * 8 + i)) if scores[i] >= bound else reach
+            # Bytes of `up_to` count the chosen of each group in the lanes up to this one: a row's order is by group, then lane, then neighbour.
+            own = reach - ((reach >> 1) & 0x05050505)
+            own = (own & 0x03030303) + ((own >> 2) & 0x03030303)
+            up_to = own
+            for i in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                below = cute.arch.shuffle_sync_up(up_to, 1 << i)
+                up_to = up_to + below if lane >= 1 << i else up_to
+            total = self.shuffle(up_to, self.lanes - 1)
+            place = up_to - own + (total << 8) + (total << 16) + (total << 24)
+            while reach != 0:
+                bit = 31 - Int32(cute.arch.clz(reach & -reach))
+                reach = reach & (reach - 1)
+                i = count + ((place >> (bit & 24)) & 255)
+                place += 1 << (bit & 24)
+                if i < wanted:
+                    gOut[first + i] = start + ((bit >> 3) * self.lanes + lane) * 4 + (bit & 7)
+            pairs = (total & 0x00FF00FF) + ((total >> 8) & 0x00FF00FF)
+            count += (pairs & 0xFFFF) + (pairs >> 16)
+        return count
+
+    @cute.jit
+    def write_ids_of_ties(self, gScores, gOut, first, last, longest, lane, bound, wanted, is_tied):
+        """The same for rows with more ties of `bound` than there is room for: the lowest ids among them."""
+        greater = Int32(0)
+        for start in cutlass.range(lane, longest, self.lanes, unroll=1):
+            if start >= first and start < last:
+                greater += 1 if gScores[start] > bound else 0
+        for i in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            greater += cute.arch.shuffle_sync_bfly(greater, 1 << i)
+        ties_left, count = wanted - greater, Int32(0)
+        for start in cutlass.range(0, longest, self.lanes, unroll=1):
+            score = Float32(NAN)
+            if start + lane >= first and start + lane < last:
+                score = cute.arch.fmax(gScores[start + lane], Float32(NEGATIVE_INFINITY))
+            ties = self.ballot(score == bound)
+            is_taken = score > bound or (score == bound and self.lower(ties, lane) < ties_left)
+            taken = self.ballot(is_taken)
+            if is_taken and is_tied:
+                gOut[first + count + self.lower(taken, lane)] = start + lane
+            ties_left -= Int32(cute.arch.popc(ties))
+            count += Int32(cute.arch.popc(taken))
+
+    @cute.jit
+    def ballot(self, predicate):
+        """The row's lanes where it holds, as bits."""
+        bits = cute.arch.vote_ballot_sync(predicate)
+        if cutlass.const_expr(self.lanes < 32):
+            bits = (bits >> (cute.arch.lane_idx() // self.lanes * self.lanes)) & ((1 << self.lanes) - 1)
+        return bits
+
+    @cute.jit
+    def lower(self, bits, lane):
+        """Bits below the lane's own."""
+        return Int32(cute.arch.popc(bits & ((1 << lane) - 1)))
+
+
+@cute.jit
+def merge_lanes(values: list[Float32], lanes: cutlass.Constexpr[int], lane: Int32):
+    """The len(values) largest of what `lanes` lanes hold, each a descending sequence of that length.
+
+    Returns (values, shift): element n of the descending result is values[n % len(values)] in lane (n // len(values)) << shift. At every merge two
+    groups of lanes become one, and each lane keeps half of what it held: an index's upper bits name its lane, from the lane's highest bit down.
+    """
+    bits = len(values).bit_length() - 1
+    for stage in cutlass.range_constexpr(lanes.bit_length() - 1):
+        lane_bits = min(stage, bits)
+        reverse = (1 << (stage + 1)) - 1
+        values = [cute.arch.fmax(values[i], cute.arch.shuffle_sync_bfly(values[len(values) - 1 - i], reverse)) for i in range(len(values))]
+        # Both groups hold the same rising and falling sequence now: split it by one bit of its index after another.
+        for level in cutlass.range_constexpr(bits):
+            if cutlass.const_expr(level < lane_bits):
+                partner = 1 << (stage - 1 - level)
+                keep_large = lane & (2 * partner) == 0
+                others = [cute.arch.shuffle_sync_bfly(value, partner) for value in values]
+                values = [keep(keep_large, a, b) for a, b in zip(values, others, strict=True)]
+            elif cutlass.const_expr(level == lane_bits):
+                keep_large = lane & (1 << (stage - level)) == 0
+                values = [keep(keep_large, values[i], values[i + len(values) // 2]) for i in range(len(values) // 2)]
+        values = put_in_order(values, bitonic_merge(len(values)))
+    return values, max(0, lanes.bit_length() - 1 - bits)  # low bits of a lane's number tell copies apart
+
+
+@cute.jit
+def keep(large: cutlass.Boolean, a: Float32, b: Float32):
+    """The larger of two, or the smaller."""
+    return cute.arch.fmax(a, b) if large else cute.arch.fmin(a, b)
+
+
+def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
+    divisibility = 4 if variant.vector else 1
+
+    def symbols(n: int, divisibility: int = 1) -> tuple[Any, ...]:
+        return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(n))
+
+    heads, requests = cute.sym_int(), cute.sym_int()
+    score_strides = (*symbols(2, divisibility), 1 if variant.vector else cute.sym_int64())
+    return SelectBlocksSm90(variant), (
+        make_fake_tensor(Float32, (heads, cute.sym_int(), cute.sym_int()), score_strides, assumed_align=4 * divisibility),
+        make_fake_tensor(Int32, (heads, cute.sym_int(), cute.sym_int()), symbols(3), assumed_align=4),
+        make_fake_tensor(Int32, (requests,), (1,), assumed_align=4),
+        make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
+        *(Int32(0) for _ in range(7)),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+KERNEL = CuteKernel("select_blocks_sm90", build, sources=[__file__, index_rows.__file__])
+lanes_override: int | None = None
+"""Forces the lanes of a row; a tuner's hook."""
+
+
+def lanes_of_row(batch: PagedBatch) -> int:
+    """Few where rows are short, so that little is merged; a whole warp where there are few rows."""
+    if lanes_override is not None:
+        return lanes_override
+    if batch.max_seqlen_q <= DECODE_MAX_SEQLEN_Q or batch.num_blocks > 512:
+        return 32
+    return 4 if batch.num_blocks <= 64 else 8
+
+
+def select_blocks(call: SelectBlocksCall) -> None:
+    """Fill `call.out` [Hkv, T, K], every element."""
+    select_rows(call.scores, call.scores.shape[2], call.batch, call.init_blocks, call.local_blocks, call.out, 0, call.out.shape[1])
+
+
+def select_rows(
+    scores: torch.Tensor,
+    num_blocks: int,
+    batch: PagedBatch,
+    init_blocks: int,
+    local_blocks: int,
+    out: torch.Tensor,
+    row_begin: int,
+    row_end: int,
+) -> None:
+    """Ids of query rows [row_begin, row_end) into their rows of `out` [Hkv, T, K], from `scores` [Hkv, row_end - row_begin, num_blocks or more]."""
+    if row_begin == row_end or out.shape[2] == 0:
+        return
+    if batch.num_requests == 0:
+        out.fill_(-1)
+        return
+    vector = scores.stride(2) == 1 and scores.stride(0) % 4 == scores.stride(1) % 4 == scores.data_ptr() % 16 == 0 and scores.shape[2] % 4 == 0
+    width = max(16, 1 << (out.shape[2] - 1).bit_length())
+    KERNEL.get(Variant(width, lanes_of_row(batch), vector), out.device)(
+        scores,
+        out,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        row_begin,
+        row_end,
+        batch.max_seqlen_k,
+        num_blocks,
+        batch.block_size.bit_length() - 1,
+        init_blocks,
+        local_blocks,
+    )
