@@ -38,6 +38,8 @@ WARPS = 12
 """The first warp loads, the next three store -inf where no key is visible, the last eight are the consumers."""
 CONSUMER_WARPS = 8
 ROWS = 256
+TURN_BLOCKS = 2
+"""Blocks of keys in one turn of the consumers' loop."""
 STORE_BLOCKS = 4
 """Scores of so many blocks are stored together: the four lanes of a row hold one each."""
 
@@ -311,12 +313,13 @@ class IndexScoreSm90:
             item += 1
             rows = (best, begin, end, first_row - row_begin, tokens, first_position, thread_row, scale)
             block = begin
-            while block < end - 1:
-                self.score(2, mma, acc, rQ, rK, k_full, k_empty, step, mOut, block, *rows)
-                block += 2
-                step += 2
-            if block < end:
+            while block <= end - TURN_BLOCKS:
+                self.score(TURN_BLOCKS, mma, acc, rQ, rK, k_full, k_empty, step, mOut, block, *rows)
+                block += TURN_BLOCKS
+                step += TURN_BLOCKS
+            while block < end:
                 self.score(1, mma, acc, rQ, rK, k_full, k_empty, step, mOut, block, *rows)
+                block += 1
                 step += 1
 
     @cute.jit
@@ -364,8 +367,8 @@ class IndexScoreSm90:
         for i in cutlass.range_constexpr(2):
             maximum = Float32(NEGATIVE_INFINITY)
             if block * BLOCK + BLOCK - 1 > first_position:
-                position = first_position + (thread_row + half * 64 + i * 8) // self.num_heads
-                maximum = row_maximum(acc[half], i, position - block * BLOCK - lane % 4 * 2)
+                token, _ = self.token_and_head(thread_row, half * 64 + i * 8)
+                maximum = row_maximum(acc[half], i, first_position + token - block * BLOCK - lane % 4 * 2)
             else:
                 maximum = row_maximum(acc[half], i)
             maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, 1))
@@ -379,9 +382,16 @@ class IndexScoreSm90:
             column = block // STORE_BLOCKS * STORE_BLOCKS + cute.arch.lane_idx() % 4
             for half in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
-                    row = thread_row + half * 64 + i * 8
-                    if row < tokens * self.num_heads and column >= begin and column <= block:
-                        mOut[row % self.num_heads, first_row + row // self.num_heads, column] = best[half, i] * scale
+                    token, head = self.token_and_head(thread_row, half * 64 + i * 8)
+                    if token < tokens and column >= begin and column <= block:
+                        mOut[head, first_row + token, column] = best[half, i] * scale
+
+    @cute.jit
+    def token_and_head(self, thread_row, offset: cutlass.Constexpr[int]):
+        """Of row thread_row + offset, a multiple of 8; the compiler does not see by itself what the thread's rows have in common."""
+        if cutlass.const_expr(8 % self.num_heads == 0):
+            return thread_row // self.num_heads + offset // self.num_heads, thread_row % self.num_heads
+        return (thread_row + offset) // self.num_heads, (thread_row + offset) % self.num_heads
 
     @cute.jit
     def fill_invisible(self, mOut, rows, num_blocks, warp):

@@ -148,23 +148,29 @@ class SelectBlocksSm90:
                 self.write_ids_of_ties(gScores, gOut, first, last, longest, lane, bound, wanted, count > wanted)
 
     @cute.jit
-    def load(self, gScores, group, first, last, absent: cutlass.Constexpr[float]):
-        """Scores group, …, group + 3 of a row: -inf for NaN, and `absent` outside [first, last)."""
-        scores = cute.make_rmem_tensor(4, Float32)
-        scores.fill(absent)
-        if group < last:
+    def load(self, gScores, start, groups: cutlass.Constexpr[int], lane, first, last, absent: cutlass.Constexpr[float]):
+        """The lane's groups of four scores among those from `start` on: -inf for NaN, `absent` outside [first, last). Lanes take groups in turn."""
+        scores = [cute.make_rmem_tensor(4, Float32) for _ in range(groups)]
+        for group in cutlass.range_constexpr(groups):
+            column = start + (group * self.lanes + lane) * 4
+            scores[group].fill(NEGATIVE_INFINITY)
             if cutlass.const_expr(self.vector):
-                cute.autovec_copy(cute.local_tile(gScores, (4,), (group // 4,)), scores)
+                if column < last:
+                    cute.autovec_copy(cute.local_tile(gScores, (4,), (column // 4,)), scores[group])
             else:
                 for i in cutlass.range_constexpr(4):
-                    if group + i < last:
-                        scores[i] = gScores[group + i]
+                    if column + i < last:
+                        scores[group][i] = gScores[column + i]
+        # No score is looked at before all are on their way.
+        for group in cutlass.range_constexpr(groups):
+            column = start + (group * self.lanes + lane) * 4
             for i in cutlass.range_constexpr(4):
-                scores[i] = cute.arch.fmax(scores[i], Float32(NEGATIVE_INFINITY))
-            if group < first or group + 4 > last:
+                scores[group][i] = cute.arch.fmax(scores[group][i], Float32(NEGATIVE_INFINITY))
+            if column < first or column + 4 > last:
                 for i in cutlass.range_constexpr(4):
-                    scores[i] = scores[i] if group + i >= first and group + i < last else Float32(absent)
-        return scores
+                    is_inside = column + i >= first and column + i < last
+                    scores[group][i] = scores[group][i] if is_inside else Float32(absent)
+        return [scores[i // 4][i % 4] for i in range(4 * groups)]
 
     @cute.jit
     def nth_largest(self, gScores, first, last, longest, lane, wanted):
@@ -173,10 +179,7 @@ class SelectBlocksSm90:
         largest = cute.make_rmem_tensor(width, Float32)
         largest.fill(NEGATIVE_INFINITY)
         for start in cutlass.range(0, longest, width * self.lanes, unroll=1):
-            fresh = []
-            for group in cutlass.range_constexpr(width // 4):
-                scores = self.load(gScores, start + (group * self.lanes + lane) * 4, first, last, NEGATIVE_INFINITY)
-                fresh += [scores[i] for i in range(4)]
+            fresh = self.load(gScores, start, width // 4, lane, first, last, NEGATIVE_INFINITY)
             fresh = put_in_order(fresh, sorting_network(width))
             kept = put_in_order([cute.arch.fmax(largest[i], fresh[width - 1 - i]) for i in range(width)], bitonic_merge(width))
             for i in cutlass.range_constexpr(width):
@@ -201,10 +204,9 @@ class SelectBlocksSm90:
         count = Int32(0)
         for start in cutlass.range(0, longest, STEP * self.lanes, unroll=1):
             reach = Int32(0)  # bit i of byte g: neighbour i of group g
-            for group in cutlass.range_constexpr(STEP // 4):
-                scores = self.load(gScores, start + (group * self.lanes + lane) * 4, first, last, NAN)
-                for i in cutlass.range_constexpr(4):
-                    reach = reach | (1 << (group * 8 + i)) if scores[i] >= bound else reach
+            scores = self.load(gScores, start, STEP // 4, lane, first, last, NAN)
+            for i in cutlass.range_constexpr(STEP):
+                reach = reach | (1 << (i // 4 * 8 + i % 4)) if scores[i] >= bound else reach
             # Bytes of `up_to` count the chosen of each group in the lanes up to this one: a row's order is by group, then lane, then neighbour.
             own = reach - ((reach >> 1) & 0x05050505)
             own = (own & 0x03030303) + ((own >> 2) & 0x03030303)
