@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,14 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
+import m3attn.analysis
 from m3attn.bench import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ALONE = {"README.md", "CONTRIBUTING.md"}  # each snippet of these stands for itself; those of a page in docs/ follow one another
 SNIPPETS = [
-    pytest.param(page, code, id=f"{page.name}-{number}")
+    pytest.param(page, code, id=f"{page.name}-{number}" if page.name in ALONE else page.name)
     for page in PAGES
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL), start=1)
+    if page != TROUBLESHOOTING
+    for number, code in enumerate(CODE.findall(page.read_text()) if page.name in ALONE else ["\n".join(CODE.findall(page.read_text()))], start=1)
+    if code
 ]
 
 
@@ -26,6 +34,49 @@ SNIPPETS = [
 def test_snippet_runs(page: Path, code: str) -> None:
     torch.manual_seed(0)
     exec(compile(code, page.name, "exec"), {"__name__": "snippet"})
+
+
+RAISE = """
+import json, sys
+blocks, names, messages = json.load(sys.stdin), {}, []
+for code, raises in blocks:
+    try:
+        exec(code, names)
+    except Exception as error:
+        messages.append(f"{type(error).__name__}: {error}")
+    else:
+        if raises:
+            messages.append("nothing was raised by " + code)
+print(json.dumps(messages))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page shows what a CPU says")
+def test_errors_are_those_of_the_troubleshooting_page() -> None:
+    """In a process of its own, because the interpreter is off at first. `…` stands for anything."""
+    text = TROUBLESHOOTING.read_text()
+    blocks = [(code, bool(raises)) for raises, code in re.findall(r"^```python( raises)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    expected = re.findall(r"^```text\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET" and not name.startswith("M3ATTN_")}
+    done = subprocess.run([sys.executable, "-c", RAISE], input=json.dumps(blocks), cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    messages = json.loads(done.stdout)
+    assert len(messages) == len(expected) == sum(raises for _, raises in blocks) >= 12
+    for message, shown in zip(messages, expected, strict=True):
+        assert re.fullmatch(".*".join(map(re.escape, shown.split("…"))), message), f"shown: {shown}\nraised: {message}"
+
+
+def test_the_api_page_lists_what_there_is() -> None:
+    """Names of `m3attn` that it does not list are added when the site is built (docs/hooks)."""
+    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    found = {}
+    for name in listed:
+        module, _, member = name.rpartition(".")
+        found[member] = getattr(importlib.import_module(module), member)
+        assert found[member].__doc__, f"{name} has no docstring"
+    assert {*m3attn.analysis.__all__, "check_rule"} <= set(found)
+    for name in set(m3attn.__all__) - {"__version__"}:
+        assert getattr(m3attn, name).__doc__ and getattr(m3attn, name) is found.get(name, getattr(m3attn, name))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
