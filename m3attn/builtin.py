@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from m3attn import flash_attn_4
+from m3attn.integrations.flashinfer import limits as flashinfer
 from m3attn.problem import Problem
 from m3attn.registry import Capabilities, Implementation, add
 
@@ -92,6 +94,18 @@ _ATTENTION: dict[str, Any] = dict(
 )
 
 
+def _flashinfer(stage: str, reasons: Callable[[Problem], Sequence[str]], **limits: Any) -> Implementation:
+    return Implementation(
+        stage,
+        "flashinfer",
+        f"m3attn.integrations.flashinfer.kernels:{stage}",
+        Capabilities(archs=("sm_90",), needs=("flashinfer",), page_sizes=(128,), block_sizes=(128,), sink=False, lse=False, **limits),
+        sources=("m3attn.integrations.flashinfer.kernels",),
+        extra_reasons=reasons,
+        built_in=True,
+    )
+
+
 def add_builtin_implementations() -> None:
     for implementation in (
         _reference("qk_norm_rope_insert", "norm_rope", q_dtypes=CACHE_FLOATS, kv_dtypes=CACHE_FLOATS),
@@ -175,6 +189,24 @@ def add_builtin_implementations() -> None:
             sources=("m3attn.flash_attn_4",),
             extra_reasons=flash_attn_4.reasons,
             built_in=True,
+        ),
+        _flashinfer(
+            "index_score",
+            flashinfer.index_score_reasons,
+            index_q_dtypes=("bf16", "fp8_e4m3"),
+            index_dtypes=("bf16", "fp8_e4m3"),
+            index_dims=(128,),
+            index_heads=(1, 4),
+        ),
+        _flashinfer("select_blocks", flashinfer.select_blocks_reasons, topk=(16, 16)),
+        _flashinfer(
+            "sparse_attention",
+            flashinfer.sparse_attention_reasons,
+            modes=("widen",),
+            q_dtypes=("bf16",),
+            kv_dtypes=("fp8_e4m3",),
+            head_dims=(128,),
+            topk=(16, 16),
         ),
         _triton("merge_attention_states", "merge_states", q_dtypes=("bf16", "fp16", "fp32")),
         _triton("quantize_fp8", "quantize", "saturate", q_dtypes=("bf16", "fp16", "fp32")),

@@ -1,1 +1,1 @@
-"""Other people's programs on m3attn's stages. Nothing here is imported by m3attn itself, and each module imports the package it serves."""
+"""Others' programs on m3attn's stages, and others' kernels behind its keys; what they need is imported when it is used."""
