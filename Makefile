@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv, from constraints.txt, on a machine with nothing but Python 3.11 or newer.
 .DEFAULT_GOAL := help
-.PHONY: help demo notebooks test test-all lint format check-kernels ptxsim bench tables sanitize clean
+.PHONY: help demo notebooks docs test test-all lint format check-kernels ptxsim bench tables sanitize clean
 SHELL := /bin/bash
 
 VENV := .venv
@@ -25,7 +25,8 @@ ARGS ?=
 help:
 	@echo 'make demo           a real text through a stack of M3 attention layers, reference and Triton side by side (ARGS="--text FILE")'
 	@echo 'make notebooks      notebooks/*.py as executed .ipynb files in build/notebooks'
-	@echo 'make test           lint, types, and the tests that CI runs (about a quarter of an hour on 2 cores)'
+	@echo 'make docs           the documentation as a site in build/site, every warning an error'
+	@echo 'make test           lint, types, the documentation, and the tests that CI runs (about a quarter of an hour on 2 cores)'
 	@echo 'make check-kernels  every kernel for every architecture: Triton with the oldest and the newest release, each CuTe variant'
 	@echo 'make ptxsim         the interpreter that executes CuTe DSL kernels on a CPU: its own tests, and those of the kernels'
 	@echo 'make test-all       everything above, and the slow tests'
@@ -58,6 +59,13 @@ notebooks: $(VENV)/.ready
 	done
 	$(BIN)/jupyter-execute --inplace build/notebooks/*.ipynb
 
+$(VENV)/.docs: $(VENV)/.ready
+	$(PIP) --no-build-isolation --editable '.[dev,docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,7 +75,7 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint $(TRITONS) $(CUTE)
+test: lint docs $(TRITONS) $(CUTE)
 	$(PYTEST) -n $(WORKERS) -m 'not slow' $(ARGS)
 
 check-kernels: $(VENV)/.ready $(TRITONS) $(CUTE)
@@ -80,7 +88,7 @@ $(VENV)/.cute: $(VENV)/.ready
 ptxsim: $(VENV)/.cute
 	$(PYTEST) -n $(WORKERS) tests/ptxsim tests/dsl $(ARGS)
 
-test-all: lint $(TRITONS) $(CUTE)
+test-all: lint docs $(TRITONS) $(CUTE)
 	$(PYTEST) -n $(WORKERS) $(ARGS)
 
 bench: $(VENV)/.ready

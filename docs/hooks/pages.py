@@ -103,7 +103,7 @@ def kernel_page(module: str, path: Path) -> str:
     """What a kernel file is, who runs it, its kernels, and its text."""
     text = path.read_text()
     tree = ast.parse(text)
-    lines = [f"# {path.stem}", "", ast.get_docstring(tree) or "", "", f"`{path.relative_to(ROOT)}`", ""]
+    lines = ["---", "hide: [toc]", "---", f"# {path.stem}", "", ast.get_docstring(tree) or "", "", f"`{path.relative_to(ROOT)}`", ""]
     users = [i for i in m3attn.implementations() if module in i.sources]
     if users:
         lines += ["| stage | implementation | runs on |", "| --- | --- | --- |"]
