@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import torch
 from m3attn.integrations import vllm as ours
 from m3attn.integrations.vllm.engine import OPS, REPLACED, argument_list
 
+ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = {
     "minimax_m3_index_score": ("idx_q index_kv_cache block_table cu_seqlens_q seq_lens prefix_lens max_query_len max_seq_len num_kv_heads"),
     "minimax_m3_index_topk": "score cu_seqlens_q prefix_lens max_query_len topk init_blocks local_blocks out=None",
@@ -41,7 +43,7 @@ def test_argument_lists_are_the_published_ones(function: Any) -> None:
 
 
 def test_argument_lists_are_those_of_the_source() -> None:
-    folder = Path(os.environ.get("M3ATTN_TEST_PEERS", Path(__file__).resolve().parents[2] / ".peers")) / OPS.replace(".", "/")
+    folder = Path(os.environ.get("M3ATTN_TEST_PEERS", ROOT / ".peers")) / OPS.replace(".", "/")
     if not folder.is_dir():
         pytest.skip("no folder with vLLM's kernels: M3ATTN_TEST_PEERS names one")
     import ast
@@ -119,8 +121,9 @@ def test_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_is_an_entry_point_of_the_general_plugins() -> None:
-    (entry,) = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "m3attn"]
-    assert entry.load() is ours.install
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    target = project["entry-points"]["vllm.general_plugins"]["m3attn"]
+    assert importlib.metadata.EntryPoint("m3attn", target, "vllm.general_plugins").load() is ours.install
 
 
 def test_wrong_arguments_are_named() -> None:
