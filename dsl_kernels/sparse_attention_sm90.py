@@ -12,6 +12,7 @@ import torch
 
 from m3attn.batch import DECODE_MAX_SEQLEN_Q
 from m3attn.calls import SparseAttentionCall
+from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels.sparse_decode_sm90 import decode_workspace_bytes, sparse_decode
 from m3attn.dsl_kernels.sparse_prefill_sm90 import sparse_prefill
 from m3attn.dtypes import is_fp8
@@ -24,13 +25,13 @@ def groups_to_widen(num_requests: int, num_kv_heads: int, head_dim: int, num_blo
     """KV groups whose widened copies fit `limit` at a time.
 
     Raises:
-        ValueError: not even one does.
+        UnsupportedProblem: not even one does.
     """
     group_bytes = num_requests * num_blocks * block_size * head_dim * 4
     fixed = COUNTER_BYTES + table_bytes(num_requests, num_blocks)
     groups = min(num_kv_heads, (limit - fixed) // max(1, group_bytes))
     if groups < 1:
-        raise ValueError(
+        raise UnsupportedProblem(
             f"workspace: expected a limit of at least {fixed + group_bytes} bytes, for 16-bit copies of one KV group's fp8 keys and values of "
             f"{num_requests} requests of {num_blocks * block_size} tokens, got {limit}; set_workspace_limit raises it, impl='triton' needs none"
         )
@@ -59,7 +60,7 @@ def sparse_attention(call: SparseAttentionCall) -> None:
     """Attention of every query over the visible keys of its selected blocks; fills call.out and call.lse.
 
     Raises:
-        ValueError: a pool whose address or strides are no multiples of 16 bytes, or a workspace limit too small for an fp8 cache.
+        UnsupportedProblem: a pool whose address or strides are no multiples of 16 bytes, or a workspace limit too small for an fp8 cache.
     """
     if call.q.shape[0] == 0:
         return
@@ -99,7 +100,7 @@ def _prefill(call: SparseAttentionCall) -> None:
 def check_pool(argument: str, tensor: torch.Tensor) -> None:
     size = tensor.element_size()
     if tensor.data_ptr() % 16 or any(stride * size % 16 for stride in tensor.stride()[:3]):
-        raise ValueError(
+        raise UnsupportedProblem(
             f"{argument}: expected an address and strides in multiples of 16 bytes, which TMA needs, got address {tensor.data_ptr():#x} and strides "
             f"{tensor.stride()} of {size} bytes; impl='triton' takes any"
         )

@@ -21,7 +21,7 @@ import torch
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 from m3attn.batch import PagedBatch
 from m3attn.calls import SparseAttentionCall
@@ -690,7 +690,23 @@ class SparsePrefillSm90:
                         block, bits, end = self.read_entry(sEntry, keys.stage(count))
 
             self.finish(
-                mQ, mOut, mLse, mSinkKey, query_scale, scale_log2, value_scale, rO, row_max, row_sum, rows, is_row, half_pointer, half, kv_head, first_row, end_row
+                mQ,
+                mOut,
+                mLse,
+                mSinkKey,
+                query_scale,
+                scale_log2,
+                value_scale,
+                rO,
+                row_max,
+                row_sum,
+                rows,
+                is_row,
+                half_pointer,
+                half,
+                kv_head,
+                first_row,
+                end_row,
             )
 
     @cute.jit

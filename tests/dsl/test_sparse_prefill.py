@@ -1,0 +1,198 @@
+"""The Hopper prefill kernel where its own machinery shows: merged lists, halves that pass over blocks, last pages, padded groups, tensors of any strides.
+
+In the interpreter, in eager, lazy and random order, which must agree bit for bit; the matrix's cases are in test_simulated.py.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from needed import need
+
+need("nvidia-cutlass-dsl", "apache-tvm-ffi")
+
+import ptxsim
+from simulator import ORDERS, simulated
+
+from m3attn.batch import LayerCache
+from m3attn.calls import SparseAttentionCall
+from m3attn.choice import UnsupportedProblem
+from m3attn.dsl_kernels import sparse_prefill_sm90
+from m3attn.dsl_kernels.sparse_attention_sm90 import sparse_attention, workspace_bytes
+from m3attn.dsl_kernels.sparse_prefill_sm90 import Entry, sparse_prefill, tile_tokens
+from m3attn.scales import Scale
+from m3attn.testing.bounds import attention_bound, product_error
+from m3attn.testing.cases import AttentionCase, Step
+from m3attn.testing.inputs import AttentionInputs, attention_inputs
+from m3attn.testing.poison import poisoned_empty
+from m3attn.workspace import WorkShape
+
+RAGGED = Step("ragged", (20, 0, 37, 18), (300, 0, 37, 530), padded_rows=9, slack=130, slack_q=3)
+LONG = Step("long", (24,), (1500,))
+BASE = AttentionCase(RAGGED, 16, 1)
+
+
+def call_of(inputs: AttentionInputs, *, sm_scale: float | None = None) -> SparseAttentionCall:
+    k, v = inputs.cache.key_value()
+    scales = inputs.cache.scales()
+    assert inputs.ids is not None
+    fp8_q = inputs.q.element_size() == 1
+    return SparseAttentionCall(
+        q=inputs.q,
+        k=k,
+        v=v,
+        ids=inputs.ids,
+        batch=inputs.batch,
+        sm_scale=inputs.q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
+        q_scale=Scale.of(inputs.options["q_scale"], argument="q_scale"),
+        k_scale=scales[0],
+        v_scale=scales[1],
+        sink_key=inputs.options["sink_key"],
+        fp8_pv=False,
+        out=torch.full_like(inputs.q, float("nan"), dtype=torch.bfloat16 if fp8_q else inputs.q.dtype),
+        lse=torch.full(inputs.q.shape[:2], float("nan")),
+        workspace=torch.full((256,), 0xFF, dtype=torch.uint8),
+    )
+
+
+def attend(call: SparseAttentionCall, order: str, edit: Callable[[str], str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    call = replace(call, out=call.out.clone(), lse=None if call.lse is None else call.lse.clone())
+    with simulated(order, seed=3, edit=edit), poisoned_empty():
+        sparse_attention(call)
+    assert call.lse is not None
+    return call.out, call.lse
+
+
+def check(inputs: AttentionInputs, *, sm_scale: float | None = None, call: SparseAttentionCall | None = None) -> None:
+    """Every order within the bound, and the same bits in all."""
+    call = call_of(inputs, sm_scale=sm_scale) if call is None else call
+    results = [attend(call, order) for order in ORDERS]
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    error = product_error("cute_sm90", "sm_90", inputs.q.dtype, call.k.dtype)
+    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options, error_of_products=error)
+    bound.check(*results[0])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        BASE,
+        replace(BASE, step=LONG, topk=5, ids="scattered"),
+        replace(BASE, num_q_heads=10, num_kv_heads=2, step=LONG, topk=4),  # 12 tokens of 5 heads and 4 rows of nothing in a half
+        replace(BASE, topk=50, ids="scattered"),  # half the rows of a matrix instruction stay empty
+        replace(BASE, sink=torch.float32, mode="fp16", head_dim=64, layout="packed_nhd"),
+    ],
+    ids=lambda case: case.id,
+)
+def test_within_the_bound(case: AttentionCase) -> None:
+    check(attention_inputs(case, "cpu"))
+
+
+def test_halves_pass_over_more_blocks_than_there_are_stages() -> None:
+    """The first four tokens of a tile select what the others do not, in runs longer than the pipeline."""
+    inputs = attention_inputs(replace(BASE, step=LONG, topk=8), "cpu")
+    assert inputs.ids is not None
+    own = (1500 - 24 + torch.arange(24)) // 128  # 11
+    first, second = torch.tensor([0, 5, 6, 7, -1, -1]), torch.tensor([1, 2, 3, 4, 8, 9])
+    is_first = (torch.arange(24) // 4 % 2 == 0)[:, None]
+    inputs.ids[0, :, :6] = torch.where(is_first, first, second).int()
+    inputs.ids[0, :, 6] = -1
+    inputs.ids[0, :, 7] = own.int()
+    check(inputs)
+
+
+def test_a_negative_scale() -> None:
+    check(attention_inputs(BASE, "cpu"), sm_scale=-0.2)
+
+
+def test_rows_at_any_address() -> None:
+    inputs = attention_inputs(BASE, "cpu")
+    call = call_of(inputs)
+    shape = (*call.q.shape[:2], 131)
+    q, out = (torch.full(shape, float("nan"), dtype=call.q.dtype)[..., 1:129] for _ in range(2))
+    q.copy_(call.q)
+    check(inputs, call=replace(call, q=q, out=out))
+
+
+def test_scales_on_the_device() -> None:
+    inputs = attention_inputs(replace(BASE, scaled=True, mode="bf16"), "cpu")
+    scales = [torch.tensor(value) for value in (0.5, 3.0, 0.25)]
+    inputs = replace(inputs, cache=replace(inputs.cache, k_scale=scales[1], v_scale=scales[2]), options=inputs.options | {"q_scale": scales[0]})
+    check(inputs)
+
+
+def test_keys_in_e4m3() -> None:
+    """The kernel on what an fp8 call gives it: e4m3 queries and keys, fp16 values."""
+    inputs = attention_inputs(replace(BASE, mode="fp8", sink=torch.bfloat16), "cpu")
+    k, v = inputs.cache.key_value()
+    wide = v.to(torch.float16)
+    call = call_of(inputs)
+    assert call.lse is not None
+    for order in ORDERS:
+        with simulated(order, seed=3):
+            sparse_prefill(call, k, wide, inputs.batch, slice(0, 1), torch.full((1,), -1, dtype=torch.int32))
+    error = product_error("cute_sm90", "sm_90", call.q.dtype, call.k.dtype)
+    attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options, error_of_products=error).check(call.out, call.lse)
+
+
+def test_pools_that_tma_cannot_address_are_declined() -> None:
+    inputs = attention_inputs(BASE, "cpu")
+    k, v = inputs.cache.key_value()
+    wider = [torch.zeros(*pool.shape[:3], 131, dtype=pool.dtype)[..., :128] for pool in (k, v)]
+    for name, pools in (("cache.k", (wider[0], v)), ("cache.v", (k, wider[1]))):
+        call = replace(call_of(replace(inputs, cache=LayerCache(k=pools[0], v=pools[1]))))
+        with pytest.raises(UnsupportedProblem, match=rf"{name}: .*16 bytes"), simulated():
+            sparse_attention(call)
+        assert call.out.isnan().all()
+
+
+def test_a_limit_too_small_for_one_group_is_declined() -> None:
+    shape = WorkShape(64, 2, 16, 1, 0, 128, 16, 32, 65536, 128, limit=1 << 26, kv_dtype="fp8_e4m3")
+    with pytest.raises(UnsupportedProblem, match=r"workspace: .*set_workspace_limit"):
+        workspace_bytes(shape)
+    assert workspace_bytes(replace(shape, limit=1 << 30)) > 2 * 65536 * 512
+    assert workspace_bytes(replace(shape, kv_dtype="bf16")) == 256
+
+
+@pytest.mark.parametrize("group", [*range(1, 33)])
+def test_tiles_fill_what_they_may(group: int) -> None:
+    for ids in (16, 32, 64):
+        tokens = tile_tokens(group, ids)
+        assert tokens % 2 == 0 and 2 <= tokens <= 32 and tokens // 2 * group <= 64 and tokens * ids <= 512
+        assert ids > 16 or tokens // 2 == min(64 // group, 16)
+
+
+BROKEN = {
+    "the rows past the end of a sequence are not cleared": ("lazy", r"st\.shared\.v4\.b32\s+\[[^\]]+\], \{0, 0, 0, 0\};", ";"),
+    "the last product is not awaited": ("lazy", r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 7;"),
+    "queries are not fenced": ("eager", r"fence\.proxy\.async[^;]*;", ";"),
+    "what has been read is not freed": ("eager", r"mbarrier\.arrive\.shared\.b64[^;]*;", ";"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_kernel_shows(fault: str) -> None:
+    order, pattern, by = BROKEN[fault]
+    counts = []
+
+    def edit(ptx: str) -> str:
+        ptx, count = re.subn(pattern, by, ptx)
+        counts.append(count)
+        return ptx
+
+    inputs = attention_inputs(BASE, "cpu")
+    call = call_of(inputs)
+    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options)
+    with contextlib.suppress(ptxsim.SimError), pytest.raises(AssertionError):
+        bound.check(*attend(call, order, edit))
+    assert counts and all(counts), "the edit found nothing to break"
+
+
+def test_entries_have_a_word_each() -> None:
+    words = [value for name, value in vars(Entry).items() if name.isupper()]
+    assert sorted(words) == list(range(8))
+    assert sparse_prefill_sm90.MAX_TILE_TOKENS <= 32
