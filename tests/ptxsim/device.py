@@ -31,12 +31,18 @@ def _tensor_ranges() -> list[tuple[int, int]]:
     import torch
 
     ranges = list(_registered)
+    is_tensor: dict[type, bool] = {}  # there are few types among many objects
     for candidate in gc.get_objects():
-        with contextlib.suppress(Exception):  # half-built and exotic objects may raise anything when looked at
-            if issubclass(type(candidate), torch.Tensor) and candidate.device.type == "cpu":
-                storage = candidate.untyped_storage()
-                if storage.nbytes():
-                    ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        kind = type(candidate)
+        known = is_tensor.get(kind)
+        if known is None:
+            known = is_tensor[kind] = issubclass(kind, torch.Tensor)
+        if known:
+            with contextlib.suppress(Exception):  # half-built and exotic tensors may raise anything when looked at
+                if candidate.device.type == "cpu":
+                    storage = candidate.untyped_storage()
+                    if storage.nbytes():
+                        ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return ranges
 
 
