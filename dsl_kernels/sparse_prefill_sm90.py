@@ -42,6 +42,9 @@ NO_POSITION = -(1 << 30)
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
+MaybeTensor = Any
+"""A cute.Tensor, or None where the variant has none."""
+
 DTYPES: dict[str, Any] = {
     "bf16": cutlass.BFloat16,
     "fp16": cutlass.Float16,
@@ -170,11 +173,11 @@ class SparsePrefillSm90:
         mSeqLens: cute.Tensor,  # [B]
         mCuSeqlens: cute.Tensor,  # [B + 1]
         mOut: cute.Tensor,  # [T, Hq, D]
-        mLse: cute.Tensor | None,  # [T, Hq]
-        mSinkKey: cute.Tensor | None,  # [Hq, D]
-        mQScale: cute.Tensor | None,  # [1]
-        mKScale: cute.Tensor | None,  # [1]
-        mVScale: cute.Tensor | None,  # [1]
+        mLse: MaybeTensor,  # [T, Hq]
+        mSinkKey: MaybeTensor,  # [Hq, D]
+        mQScale: MaybeTensor,  # [1]
+        mKScale: MaybeTensor,  # [1]
+        mVScale: MaybeTensor,  # [1]
         mCounter: cute.Tensor,  # [1], 0: tiles that have been taken, beyond each thread block's first
         query_scale: Float32,  # sm_scale * q_scale, of the sink's logits
         key_scale: Float32,  # sm_scale * q_scale * k_scale
@@ -251,11 +254,11 @@ class SparsePrefillSm90:
         mSeqLens: cute.Tensor,
         mCuSeqlens: cute.Tensor,
         mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mSinkKey: cute.Tensor | None,
-        mQScale: cute.Tensor | None,
-        mKScale: cute.Tensor | None,
-        mVScale: cute.Tensor | None,
+        mLse: MaybeTensor,
+        mSinkKey: MaybeTensor,
+        mQScale: MaybeTensor,
+        mKScale: MaybeTensor,
+        mVScale: MaybeTensor,
         mCounter: cute.Tensor,
         query_scale: Float32,
         key_scale: Float32,
@@ -566,8 +569,8 @@ class SparsePrefillSm90:
         self,
         mQ: cute.Tensor,
         mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mSinkKey: cute.Tensor | None,
+        mLse: MaybeTensor,
+        mSinkKey: MaybeTensor,
         query_scale: Float32,
         key_scale: Float32,
         value_scale: Float32,
@@ -841,8 +844,8 @@ class SparsePrefillSm90:
         self,
         mQ: cute.Tensor,
         mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mSinkKey: cute.Tensor | None,
+        mLse: MaybeTensor,
+        mSinkKey: MaybeTensor,
         query_scale: Float32,
         scale_log2: Float32,
         value_scale: Float32,

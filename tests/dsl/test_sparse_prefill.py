@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel where its own machinery shows: merged lists, halves that pass over blocks, last pages, padded groups, tensors of any strides.
+"""The Hopper prefill kernel where its machinery shows: merged lists, halves that pass over blocks, last pages, padded groups, odd strides.
 
 In the interpreter, in eager, lazy and random order, which must agree bit for bit; the matrix's cases are in test_simulated.py.
 """
