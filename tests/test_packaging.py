@@ -106,6 +106,7 @@ needs = {
     "m3attn.bench.stream": "triton",
     "m3attn.dsl_kernels.": "cutlass",
     "m3attn.testing.matrix": "pytest",
+    "m3attn.integrations.transformers.": "transformers",
 }
 absent = tuple(prefix for prefix, package in needs.items() if importlib.util.find_spec(package) is None)
 for module in pkgutil.walk_packages(m3attn.__path__, "m3attn.", onerror=lambda name: sys.exit(f"cannot import {name}")):
