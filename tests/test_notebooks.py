@@ -78,6 +78,17 @@ def exercise_2(call):
     call.out.copy_(out)
     call.lse.copy_(lse)
 """,
+    "07_sparse_mla": """
+def exercise_1(up_v, w_o):
+    return torch.einsum("lhd,hdx->hlx", up_v, w_o)
+def exercise_2(out_a, lse_a, out_b, lse_b):
+    a, b = (torch.where(lse == torch.inf, -torch.inf, lse) for lse in (lse_a, lse_b))
+    lse = torch.logaddexp(a, b)
+    out = sum(torch.where(part > -torch.inf, (part - lse).exp(), 0.0)[..., None] * out for out, part in ((out_a, a), (out_b, b)))
+    return out, torch.where(lse == -torch.inf, torch.inf, lse)
+def exercise_3():
+    return 106
+""",
 }
 WRONG = {
     "01_algorithm": """
@@ -119,6 +130,15 @@ def exercise_1(scores, batch, **options):
 def exercise_2(call):
     call.out.copy_((call.out_a + call.out_b) / 2)
     call.lse.copy_(torch.logaddexp(call.lse_a, call.lse_b))
+""",
+    "07_sparse_mla": """
+def exercise_1(up_v, w_o):
+    return torch.einsum("lhd,hdx->hlx", up_v, w_o) * 2
+def exercise_2(out_a, lse_a, out_b, lse_b):
+    lse = torch.logaddexp(lse_a, lse_b)
+    return (lse_a - lse).exp()[..., None] * out_a + (lse_b - lse).exp()[..., None] * out_b, lse
+def exercise_3():
+    return 128
 """,
 }
 
