@@ -10,13 +10,99 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from m3attn.dsl_kernels import index_score_sm90, merge_splits_sm90, select_blocks_sm90, sparse_decode_sm90, sparse_prefill_sm90
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.registry import BrokenImplementation
 
-SM90: dict[str, tuple[CuteKernel, Any]] = {}
+_PREFILL = sparse_prefill_sm90.Variant(
+    qk_dtype="bf16",
+    v_dtype="bf16",
+    out_dtype="bf16",
+    head_dim=128,
+    group=16,
+    ids=16,
+    lse=False,
+    sink_dtype=None,
+    q_scale=False,
+    k_scale=False,
+    v_scale=False,
+    negative_scale=False,
+    aligned=True,
+)
+_PREFILL_FP8 = replace(_PREFILL, qk_dtype="fp8_e4m3", v_dtype="fp16")
+_DECODE = sparse_decode_sm90.Variant(
+    q_dtype="bf16", kv_dtype="bf16", tokens=1, token_rows=16, max_topk=16, key_warps=4, step_keys=64, stages=3, split=True
+)
+_DECODE_FP8 = replace(_DECODE, q_dtype="fp8_e4m3", kv_dtype="fp8_e4m3", step_keys=128)
+_VERIFY = replace(_DECODE, tokens=4, key_warps=2, stages=6)
+_MERGE = merge_splits_sm90.Variant(q_dtype="bf16", lse=False, sink="none", q_scale=False, v_scale=False, aligned=True)
+_SCORE = index_score_sm90.Variant("bf16", num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
+_SELECT = select_blocks_sm90.Variant(width=16, lanes=8, vector=True)
+
+
+def _named(kernel: CuteKernel, **variants: Any) -> dict[str, tuple[CuteKernel, Any]]:
+    return {f"{kernel.name.removesuffix('_sm90')}-{name}": (kernel, variant) for name, variant in variants.items()}
+
+
+SM90: dict[str, tuple[CuteKernel, Any]] = {
+    **_named(
+        sparse_prefill_sm90.KERNEL,
+        bf16=_PREFILL,
+        fp8=_PREFILL_FP8,
+        widen_sink=replace(_PREFILL, v_dtype="fp16", sink_dtype="bf16", lse=True),
+        fp16_group1_ids64=replace(_PREFILL, qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16", group=1, ids=64),
+        group8=replace(_PREFILL, group=8),
+        fp8_group8=replace(_PREFILL_FP8, group=8),
+        widen_group8=replace(_PREFILL, v_dtype="fp16", group=8),
+        group2_unaligned=replace(_PREFILL, group=2, aligned=False, sink_dtype="fp32"),
+        group4_ids32=replace(_PREFILL, group=4, ids=32, lse=True),
+        group32_negative_scale=replace(_PREFILL, group=32, negative_scale=True),
+        fp8_scales_sink=replace(_PREFILL_FP8, q_scale=True, k_scale=True, v_scale=True, lse=True, sink_dtype="fp16"),
+    ),
+    **_named(
+        sparse_decode_sm90.KERNEL,
+        bf16=_DECODE,
+        fp8=_DECODE_FP8,
+        widen=replace(_DECODE, kv_dtype="fp8_e4m3", step_keys=128),
+        verify=_VERIFY,
+        bf16_unsplit=replace(_DECODE, split=False),
+        fp8_unsplit=replace(_DECODE_FP8, split=False, q_scale=True, k_scale=True, v_scale=True),
+        fp16_unsplit_sink=replace(_DECODE, q_dtype="fp16", kv_dtype="fp16", split=False, lse=True, sink="bf16", aligned=False),
+        e5m2_ids64=replace(_DECODE, kv_dtype="fp8_e5m2", step_keys=128, max_topk=64),
+        verify_fp8=replace(_VERIFY, q_dtype="fp8_e4m3", kv_dtype="fp8_e4m3", stages=12),
+        verify_widen=replace(_VERIFY, kv_dtype="fp8_e4m3", stages=12),
+        verify_group8=replace(_VERIFY, token_rows=8, stages=3, max_topk=32),
+        verify_fp8_group8=replace(_VERIFY, q_dtype="fp8_e4m3", kv_dtype="fp8_e4m3", token_rows=8, step_keys=128, stages=3),
+    ),
+    **_named(
+        merge_splits_sm90.KERNEL,
+        bf16=_MERGE,
+        fp8=replace(_MERGE, q_dtype="fp8_e4m3"),
+        fp16_sink=replace(_MERGE, q_dtype="fp16", lse=True, sink="fp32", q_scale=True, v_scale=True, aligned=False),
+    ),
+    **_named(
+        index_score_sm90.KERNEL,
+        bf16=_SCORE,
+        fp8=replace(_SCORE, dtype="fp8_e4m3"),
+        bf16_heads1=replace(_SCORE, num_heads=1),
+        fp8_heads1=replace(_SCORE, dtype="fp8_e4m3", num_heads=1),
+        fp8_heads2_scales=replace(_SCORE, dtype="fp8_e4m3", num_heads=2, fill=True, q_scale=True, k_scale=True),
+        fp16_heads8_page64=replace(_SCORE, dtype="fp16", num_heads=8, page_size=64, fill=True),
+        bf16_heads3_page16=replace(_SCORE, num_heads=3, page_size=16),
+    ),
+    **_named(
+        select_blocks_sm90.KERNEL,
+        prefill=_SELECT,
+        decode=replace(_SELECT, lanes=32),
+        short=replace(_SELECT, lanes=4),
+        width64=replace(_SELECT, width=64, lanes=32, vector=False),
+        width32=replace(_SELECT, width=32),
+    ),
+}
+"""For Hopper; a name says what differs from M3's case of its kernel: 16 heads a group, 16 blocks, 4 index heads, host scales, no LSE."""
 
 VARIANTS = {"sm_90": SM90}
 

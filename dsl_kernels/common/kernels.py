@@ -67,10 +67,10 @@ class CuteKernel(Generic[Variant]):
     """
 
     def __init__(self, name: str, build: Callable[[Variant], tuple[Any, tuple[Any, ...]]], sources: Iterable[str]) -> None:
-        self.name, self.build = name, build
+        self.name, self.build, self.sources = name, build, tuple(sources)
         self._cache: KernelCache[Variant, Compiled] = KernelCache(
             name,
-            sources=[__file__, *sources],
+            sources=[__file__, *self.sources],
             versions=VERSIONS,
             compile=self._compile_and_load,
             save=lambda compiled: compiled.object_file,

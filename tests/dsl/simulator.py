@@ -18,9 +18,6 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ptxsim
-
-os.environ["CUTE_DSL_KEEP"] = "ptx,cubin,ir"  # the last for the checks of what is compiled; read when cutlass is imported
-
 from ptxsim import programs
 
 from m3attn import problem
@@ -85,13 +82,6 @@ def shared_cache() -> Iterator[None]:
         yield
 
 
-def artifacts(kernel: CuteKernel, variant: Any, arch: str) -> Artifacts:
-    """What the compiler makes of a variant for `arch`."""
-    with shared_cache():
-        kernel.for_arch(variant, arch)
-        return Artifacts.read(kernel, variant, arch)
-
-
 @contextmanager
 def simulated(order: str = "eager", *, arch: str = "sm_90a", seed: int = 0, edit: Callable[[str], str] | None = None) -> Iterator[Any]:
     """Inside the block every device counts as `arch`, kernels are compiled for it, and launches are interpreted in `order`; hazards are errors."""
@@ -101,3 +91,10 @@ def simulated(order: str = "eager", *, arch: str = "sm_90a", seed: int = 0, edit
         ptxsim.device(arch, order=order, seed=seed, hazards="error", edit=edit) as device,
     ):
         yield device
+
+
+def artifacts(kernel: CuteKernel, variant: Any, arch: str) -> Artifacts:
+    """What the compiler makes of a variant for `arch`."""
+    with simulated(arch=f"{arch}a"):  # its host code takes CPU tensors, like all in the folder
+        kernel.for_arch(variant, arch)
+        return Artifacts.read(kernel, variant, arch)

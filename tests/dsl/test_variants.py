@@ -3,20 +3,26 @@
 A third of the variants in every run, the others in `make check-kernels`.
 """
 
+import inspect
 import math
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from needed import need
 
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
+import scale_kernel
 from simulator import Artifacts, artifacts
 from triton import knobs
 
+from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.variants import VARIANTS
 
 ARCH = "sm_90"
@@ -35,7 +41,15 @@ class Expected:
     why: str = ""
 
 
-EXPECTED: dict[str, Expected] = {}
+EXPECTED: dict[str, Expected] = {
+    "sparse_prefill_sm90": Expected(2),
+    "sparse_decode_sm90": Expected(
+        1, "mma.sync", why="16 rows are all there is, and the bytes of K and V bound it; both products are one instruction"
+    ),
+    "merge_splits_sm90": Expected(0, tma=False, why="a weighted sum of partial rows, four numbers a lane"),
+    "index_score_sm90": Expected(1),
+    "select_blocks_sm90": Expected(0, tma=False, why="a selection multiplies nothing, and reads rows of any stride"),
+}
 
 
 def products(ptx: str) -> dict[str, int]:
@@ -113,3 +127,30 @@ def test_the_list_is_short_and_names_every_kernel() -> None:
     assert kernels == set(EXPECTED)
     assert len({(kernel.name, variant) for kernel, variant in VARIANTS[ARCH].values()}) == len(VARIANTS[ARCH])
     assert all(expected.why for expected in EXPECTED.values() if expected.instruction != "wgmma" or not expected.products or not expected.tma)
+
+
+def test_the_checks_see_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPECTED, scale_kernel.KERNEL.name, Expected(2))
+    found = artifacts(scale_kernel.KERNEL, scale_kernel.Variant(64), ARCH)
+    assert Usage.of(found) == Usage(Usage.of(found).registers, local=0, threads=64, shared=64 * 4)
+    assert faults("scale", found) == ["products: expected {'wgmma': 2}, found {}", "TMA: expected True, found False"]
+    monkeypatch.setattr(f"{__name__}.SHARED_MEMORY", 64 * 4 - 1)
+    monkeypatch.setattr(f"{__name__}.REGISTERS", 64 * 8 - 1)
+    assert [text.split(" ", 1)[1] for text in faults("scale", found)[2:]] == ["registers of 64 threads", "bytes of shared memory"]
+
+
+@pytest.mark.parametrize(
+    "kernel", sorted({kernel for kernel, _ in VARIANTS[ARCH].values()}, key=lambda kernel: kernel.name), ids=lambda kernel: kernel.name
+)
+def test_sources_are_all_that_the_kernel_is_written_in(kernel: CuteKernel) -> None:
+    """Its file and, of the modules of dsl_kernels that it imports, those without a kernel of their own."""
+
+    def written_in(module: ModuleType) -> set[Path]:
+        imported = re.findall(r"^from (m3attn\.dsl_kernels(?:\.\w+)*) import \(?([^()]+?)\)?$", inspect.getsource(module), re.MULTILINE)
+        names = {origin for origin, _ in imported} | {f"{origin}.{name.strip()}" for origin, listed in imported for name in listed.split(",")}
+        modules = [sys.modules[name] for name in names if name in sys.modules and ".common." not in f"{name}." and name != "m3attn.dsl_kernels"]
+        others = [m for m in modules if m is not module and not hasattr(m, "KERNEL")]
+        return {Path(module.__file__).resolve()}.union(*(written_in(m) for m in others))
+
+    module = sys.modules[kernel.build.__module__]
+    assert written_in(module) <= {Path(path).resolve() for path in kernel.sources}

@@ -32,10 +32,10 @@ def build() -> str:
 
 
 def set_environment(library: str) -> None:
-    """Make the DSL use `library`, and keep the PTX and cubin of each kernel."""
+    """Make the DSL use `library`, and keep the PTX, the cubin and the IR of each kernel."""
     dump = tempfile.mkdtemp(prefix="ptxsim-dump-")
     atexit.register(shutil.rmtree, dump, True)
-    os.environ.update(CUTE_DSL_LIBS=library, CUTE_DSL_KEEP="ptx,cubin", CUTE_DSL_DUMP_DIR=dump)
+    os.environ.update(CUTE_DSL_LIBS=library, CUTE_DSL_KEEP="ptx,cubin,ir", CUTE_DSL_DUMP_DIR=dump)
     os.environ.setdefault("CUTE_DSL_DISABLE_FILE_CACHING", "1")
     os.environ.setdefault("CUTE_DSL_NO_CACHE", "1")
     os.environ.setdefault("QUACK_CACHE_ENABLED", "0")  # its disk cache holds objects without their PTX
