@@ -14,6 +14,7 @@ from m3attn.layers.dense import M3DenseAttention
 from m3attn.layers.shard import Shard
 from m3attn.layers.sparse import M3SparseAttention
 from m3attn.modes import AttentionMode, resolve_attention_mode
+from m3attn.page_tables import heads_as_pages, selected_page_table
 from m3attn.plans.builders import pages_from_block_table, pages_from_csr, pages_from_req_to_token
 from m3attn.plans.plan import PlanCapacity, StepPlan
 from m3attn.pools.host import HostKVPool, HostPoolGroup, PageTransfer
@@ -72,6 +73,7 @@ __all__ = [
     "attend",
     "dense_attention",
     "explain",
+    "heads_as_pages",
     "implementations",
     "index_score",
     "index_topk",
@@ -93,6 +95,7 @@ __all__ = [
     "resolve_attention_mode",
     "rules",
     "select_blocks",
+    "selected_page_table",
     "set_workspace_limit",
     "source",
     "sparse_attention",

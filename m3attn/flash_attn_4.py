@@ -42,9 +42,9 @@ def reasons(problem: Problem) -> Sequence[str]:
 
 
 def workspace_bytes(shape: WorkShape) -> int:
-    """Lengths, offsets and pages within bounds, and the LSE with heads first, all of 4 bytes."""
-    pages = shape.num_requests * -(-shape.max_seqlen_k // PAGE_SIZE)
-    counts = (shape.num_requests, shape.num_requests + 1, pages, shape.num_q_heads * shape.tokens)
+    """Lengths and which are 0, offsets and pages, and the LSE with heads first: at most 4 bytes each."""
+    pages = 1 + shape.num_requests * (-(-shape.max_seqlen_k // PAGE_SIZE) + 1)
+    counts = (shape.num_requests, shape.num_requests, shape.num_requests + 1, pages, shape.num_q_heads * shape.tokens)
     return sum(-(-4 * count // 256) * 256 for count in counts)
 
 
@@ -65,9 +65,12 @@ def dense_attention(call: DenseAttentionCall) -> None:
     batch, device, num_pages = call.batch, call.q.device, call.k.shape[0]
     columns = min(batch.page_table.shape[1], -(-batch.max_seqlen_k // PAGE_SIZE))
     lengths, at = carve(call.workspace, 0, (batch.num_requests,), torch.int32)
+    is_empty, at = carve(call.workspace, at, (batch.num_requests,), torch.bool)
     offsets, at = carve(call.workspace, at, (batch.num_requests + 1,), torch.int32)
-    # Not the caller's own: for a first request of length 0 the kernel reads the word before the table.
-    table, at = carve(call.workspace, at, (batch.num_requests, columns), torch.int32)
+    # Where queries see nothing the kernel loads the pages before and at the start of the request's row all the same, and NaN in them would reach
+    # the output: so these name a page that is not there, of which the hardware loads zeros.
+    words, at = carve(call.workspace, at, (1 + batch.num_requests * (columns + 1),), torch.int32)
+    table = words[1:].view(batch.num_requests, columns + 1)[:, :columns]
     lse = None
     if call.lse is not None:
         lse = carve(call.workspace, at, (heads, tokens), torch.float32)[0].fill_(float("-inf"))
@@ -77,7 +80,10 @@ def dense_attention(call: DenseAttentionCall) -> None:
         longest = min(batch.max_seqlen_k, columns * PAGE_SIZE)
         torch.clamp(batch.seq_lens, min=0, max=longest, out=lengths)
         torch.clamp(batch.cu_seqlens_q, min=0, max=tokens, out=offsets)
+        words.fill_(num_pages)
         torch.clamp(batch.page_table[:, :columns], min=0, max=num_pages - 1, out=table)
+        torch.eq(lengths, 0, out=is_empty)
+        table[:, 0].masked_fill_(is_empty, num_pages)
         forward = _forward()
         on_device = torch.cuda.device(device) if device.type == "cuda" and device.index != torch.cuda.current_device() else nullcontext()
         with on_device, _compiled_kernels_only(forward) if _is_capturing(device) else nullcontext():

@@ -245,6 +245,7 @@ TILE_DECODE = Step("tile_decode", (1,) * 7, (0, 1, 37, 127, 129, 256, 700), padd
 TILE_VERIFY = Step("tile_verify", (3, 1, 0, 16, 2), (300, 129, 12, 140, 1), padded_rows=1)
 TILE_PREFILL = Step("tile_prefill", (37, 1, 0, 21), (37, 200, 12, 405), padded_rows=3)
 TILE_CHUNK = Step("tile_chunk", (19, 5), (400, 3))
+TILE_NEGATIVE = Step("tile_negative", (70, 3, 40), (2, 0, 5), padded_rows=2)
 TILE_STEPS = (TILE_DECODE, TILE_VERIFY, TILE_PREFILL, TILE_CHUNK)
 """Small steps of pages and blocks of 128 tokens, for kernels that take no others."""
 
@@ -306,7 +307,7 @@ def tile_attention() -> list[AttentionCase]:
 def tile_dense() -> list[AttentionCase]:
     """Dense attention at pages of 128 that were zeroed when they were allocated, small enough for the interpreter of tests/ptxsim."""
     base = AttentionCase(TILE_DECODE, 8, 2, topk=0, zero_on_alloc=True)
-    cases = [replace(base, step=step) for step in TILE_STEPS]
+    cases = [replace(base, step=step) for step in (*TILE_STEPS, TILE_NEGATIVE)]
     cases += [replace(base, step=TILE_PREFILL, num_q_heads=2 * g, layout=layout) for g, layout in ((1, "packed_nhd"), (16, "layers"))]
     cases += [
         replace(base, step=TILE_VERIFY, mode="fp16", head_dim=64, packed_q=True),

@@ -14,7 +14,7 @@ need("nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kernels")
 from simulator import simulated
 
 import m3attn
-from m3attn import LayerCache
+from m3attn import LayerCache, PagedBatch
 from m3attn.dsl_kernels.common.cache import VariantNotReady
 from m3attn.flash_attn_4 import _compiled_kernels_only, _forward
 from m3attn.testing.bounds import attention_bound
@@ -37,8 +37,16 @@ def fresh_package() -> Iterator[None]:
                     function.cache_clear()
 
 
+def name_a_page_of_nan(batch: PagedBatch, cache: LayerCache) -> None:
+    """Table entries past each request's last page name a page that nobody has."""
+    pages = cache.key_value()[0].shape[0]
+    is_live = torch.arange(batch.page_table.shape[1]) * 128 < batch.seq_lens[:, None]
+    batch.page_table[~is_live] = min(set(range(pages)) - set(batch.page_table[is_live].tolist()))
+
+
 def run(case: AttentionCase, arch: str, order: str) -> None:
     inputs = attention_inputs(case, "cpu")
+    name_a_page_of_nan(inputs.batch, inputs.cache)
     skip_if_declined("dense_attention", KEY, case.problem(arch.rstrip("a")))
     with simulated(order, arch=arch, seed=1) as device, poisoned_empty():
         out, lse = m3attn.dense_attention(*inputs.arguments(), return_lse=True, impl=KEY)
@@ -55,6 +63,22 @@ def test_within_the_bound(case: AttentionCase) -> None:
 @pytest.mark.parametrize("step", [TILE_DECODE, TILE_VERIFY], ids=lambda step: step.name)
 def test_within_the_bound_on_blackwell(step: Step) -> None:
     run(AttentionCase(step, 32, 2, topk=0, zero_on_alloc=True), "sm_100a", "eager")
+
+
+def test_sparse_decode_over_selected_pages() -> None:
+    """Every row and KV group is a request of its own, over the pages of the blocks that it selected."""
+    inputs = attention_inputs(AttentionCase(TILE_VERIFY, 32, 2, topk=2, zero_on_alloc=True, layout="packed"), "cpu")
+    name_a_page_of_nan(inputs.batch, inputs.cache)
+    assert inputs.cache.kv[0].isnan().all(), "the page that lengths of 0 name"
+    tokens, groups = inputs.q.shape[0], inputs.ids.shape[0]
+    table, lengths = m3attn.selected_page_table(inputs.ids, inputs.batch, heads_as_pages=True)
+    offsets = torch.arange(tokens * groups + 1, dtype=torch.int32)
+    batch = PagedBatch(table.flatten(0, 1), lengths.flatten(), offsets, max_seqlen_q=1, max_seqlen_k=2 * 128)
+    q = inputs.q.reshape(tokens * groups, 16, 128)
+    with simulated():
+        out, lse = m3attn.dense_attention(q, m3attn.heads_as_pages(inputs.cache), batch, return_lse=True, impl=KEY)
+    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids)
+    bound.check(out.view(inputs.q.shape), lse.view(inputs.q.shape[:2]))
 
 
 def test_device_values_that_are_wrong_stay_within_the_tensors() -> None:
