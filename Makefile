@@ -52,7 +52,7 @@ demo: $(VENV)/.ready
 	$(BIN)/m3attn demo $(ARGS)
 
 notebooks: $(VENV)/.ready
-	$(PIP) --no-build-isolation --editable '.[notebooks]'
+	$(PIP) --no-build-isolation --editable '.[notebooks,hf]'
 	mkdir -p build/notebooks
 	for notebook in notebooks/*.py; do \
 		$(BIN)/jupytext --quiet --to ipynb --output build/notebooks/"$$(basename "$$notebook" .py)".ipynb "$$notebook" || exit 1; \
