@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from m3attn.calls import SparseAttentionCall
+from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import finish_rows, warp_mma
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.finish_rows import LOG2E, MINUS_INF, finish_row, load_scale, sink_logit
@@ -307,61 +308,64 @@ class SparseDecode:
     ) -> None:
         """The tile's distinct blocks, ascending, with page and tokens (bit t: token t picked it): a thread an id, ranked by comparison.
 
-        Ids may stand in any order; one that stands twice in a row counts once.
+        Ids may stand in any order. One that stands twice in a row leaves an entry without tokens behind.
         """
-        num_ids, max_topk = self.num_ids, self.variant.max_topk
-        rPages = cute.make_rmem_tensor_like(rIds)
+        variant, num_ids = self.variant, self.num_ids
+        rPages, rMembers = cute.make_rmem_tensor_like(rIds), cute.make_rmem_tensor_like(rIds)
         for i in cutlass.range_constexpr(cute.size(rIds)):
             entry = thread + i * self.threads
-            token, k = entry // max_topk, entry % max_topk
+            token, k = entry // variant.max_topk, entry % variant.max_topk
             block = Int32(NONE)
-            page = Int32(0)
+            rPages[i] = Int32(0)
             if entry < num_ids and token < rows.num_tokens and k < mIds.shape[2]:
                 block = rIds[i]
                 if not guessed:
                     block = mIds[kv_head, rows.first_row + token, k]
-                if block < 0 or block * BLOCK >= rows.visible(token) or block >= mPageTable.shape[1]:
+                if block < 0 or block >= cutlass.min(cute.ceil_div(rows.visible(token), BLOCK), mPageTable.shape[1]):
                     block = Int32(NONE)
                 else:
-                    page = cutlass.min(cutlass.max(mPageTable[rows.request, block], 0), num_pages - 1)
+                    rPages[i] = mPageTable[rows.request, block]
             rIds[i] = block
-            rPages[i] = page
+            rMembers[i] = Int32(block != NONE)
             if entry < num_ids:
-                sIds[entry] = block
+                sIds[entry], sBlocks[entry], sPages[entry], sMembers[entry] = block, Int32(0), Int32(0), Int32(0)
         cute.arch.sync_threads()
 
-        rMembers = cute.make_rmem_tensor_like(rIds)
-        for i in cutlass.range_constexpr(cute.size(rIds)):
-            entry = thread + i * self.threads
-            members = Int32(0)
-            is_first = rIds[i] != NONE
-            for token in cutlass.range(self.variant.tokens, unroll=1):
-                found = Boolean(False)
-                for k in cutlass.range_constexpr(0, max_topk, 4):
-                    ids = self.four_at(sIds, token * max_topk + k)
-                    for j in cutlass.range_constexpr(4):
-                        same = ids[j] == rIds[i]
-                        found = found or same
-                        is_first = is_first and not (same and token * max_topk + k + j < entry)
-                members |= Int32(found) << token
-            rMembers[i] = members if is_first else Int32(0)
-            if entry < num_ids:
-                sFirst[entry] = rIds[i] if is_first else Int32(NONE)
-        cute.arch.sync_threads()
+        sRanked = sIds
+        if const_expr(variant.tokens > 1):
+            sRanked = sFirst
+            for i in cutlass.range_constexpr(cute.size(rIds)):
+                entry = thread + i * self.threads
+                if entry < num_ids:
+                    members = Int32(0)
+                    for token in cutlass.range(variant.tokens, unroll=2):
+                        found = Boolean(False)
+                        for k in cutlass.range_constexpr(0, variant.max_topk, 4):
+                            ids = self.four_at(sIds, token * variant.max_topk + k)
+                            for j in cutlass.range_constexpr(4):
+                                found = found or ids[j] == rIds[i]
+                        members |= Int32(found) << token
+                    # Of the tokens that picked a block the first keeps it.
+                    is_first = rIds[i] != NONE and (members & ((1 << (entry // variant.max_topk)) - 1)) == 0
+                    rMembers[i] = members if is_first else Int32(0)
+                    sFirst[entry] = rIds[i] if is_first else Int32(NONE)
+            cute.arch.sync_threads()
 
         for i in cutlass.range_constexpr(cute.size(rIds)):
-            rank, length = Int32(0), Int32(0)
-            for start in cutlass.range(0, num_ids, 16, unroll=1):
-                for j in cutlass.range_constexpr(0, 16, 4):
-                    ids = self.four_at(sFirst, start + j)
-                    for m in cutlass.range_constexpr(4):
-                        rank += Int32(ids[m] < rIds[i])
-                        length += Int32(ids[m] != NONE)
-            if rMembers[i] != 0:
-                sBlocks[rank], sPages[rank], sMembers[rank] = rIds[i], rPages[i], rMembers[i]
-            if const_expr(i == 0):
-                if thread == 0:
-                    sLength[0] = length
+            if thread + i * self.threads < num_ids:
+                rank, length = Int32(0), Int32(0)
+                for start in cutlass.range(0, num_ids, 16, unroll=1):
+                    for j in cutlass.range_constexpr(0, 16, 4):
+                        ids = self.four_at(sRanked, start + j)
+                        for m in cutlass.range_constexpr(4):
+                            rank += Int32(ids[m] < rIds[i])
+                            length += Int32(ids[m] != NONE)
+                if rMembers[i] != 0:
+                    page = cutlass.min(cutlass.max(rPages[i], 0), num_pages - 1)
+                    sBlocks[rank], sPages[rank], sMembers[rank] = rIds[i], page, rMembers[i]
+                if const_expr(i == 0):
+                    if thread == 0:
+                        sLength[0] = length
         cute.arch.sync_threads()
 
     def four_at(self, tensor: cute.Tensor, index: Any) -> cute.Tensor:
@@ -881,7 +885,7 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 def _check_pool(argument: str, tensor: torch.Tensor) -> None:
     size = tensor.element_size()
     if tensor.data_ptr() % 16 or any(stride * size % 16 for stride in tensor.stride()[:3]):
-        raise ValueError(
+        raise UnsupportedProblem(
             f"{argument}: expected an address and strides in multiples of 16 bytes, which TMA needs, got address {tensor.data_ptr():#x} and strides "
             f"{tensor.stride()} of {size} bytes; impl='triton' takes any"
         )
@@ -891,7 +895,7 @@ def sparse_decode(call: SparseAttentionCall) -> None:
     """Attention of every query over the visible keys of its selected blocks, at most 16 queries a request; fills call.out and call.lse.
 
     Raises:
-        ValueError: a pool whose address or strides are no multiples of 16 bytes.
+        UnsupportedProblem: a pool whose address or strides are no multiples of 16 bytes.
     """
     batch = call.batch
     num_rows, num_q_heads, _ = call.q.shape
