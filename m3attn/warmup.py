@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -19,6 +20,10 @@ from m3attn.stages.sparse_attention import sparse_attention
 QUERIES = {"decode": 1, "verify": DECODE_MAX_SEQLEN_Q, "prefill": 4 * DECODE_MAX_SEQLEN_Q}
 
 
+class Pool(Protocol):
+    def warmup(self) -> None: ...
+
+
 def warmup(
     heads: Sequence[int] = (64, 4, 4),
     *,
@@ -32,6 +37,7 @@ def warmup(
     phases: Sequence[str] = PHASES,
     device: torch.device | str | None = None,
     impl: str | None = None,
+    pools: Sequence[Pool] = (),
 ) -> None:
     """Run every stage of an M3 layer once a phase and batch size on tiny random inputs, so that their kernels are compiled and loaded.
 
@@ -40,13 +46,14 @@ def warmup(
 
     Args:
         heads: (Hq, Hkv, Hi) of this rank; Hi 0 for dense layers only.
-        mode: a resolved mode; None: bf16 throughout.
+        mode: a resolved mode, whose implementations run; None: bf16 throughout, by the choice in force.
         num_requests: batch sizes to warm up.
         max_seqlen_k: the host bound that steps will be captured with.
         topk, block_size, page_size, rotary_dim: as in the layers.
         phases: among `prefill`, `decode`, `verify`.
         device: None: the current GPU.
-        impl: a registry key; None: the choice in force.
+        impl: a registry key; None: the mode's, else the choice in force.
+        pools: pools (`PagedKVPool`, `HostKVPool`, `LatentKVPool`) whose own kernels (sets, copies of pages) are to be compiled too.
 
     Raises:
         RuntimeError: no GPU.
@@ -58,6 +65,11 @@ def warmup(
     q_dtype, kv_dtype = ("bf16", "bf16") if mode is None else (mode.q_dtype, mode.kv_dtype)
     index_q_dtype, index_dtype = ("bf16", "bf16") if mode is None else (mode.index_q_dtype, mode.index_dtype)
     own = torch.bfloat16 if q_dtype.startswith("fp8") else torch_dtype(q_dtype)
+    for pool in pools:
+        pool.warmup()
+
+    def impl_of(stage: str, phase: str) -> str | None:
+        return impl if impl is not None or mode is None else mode.implementations.get(f"{stage}/{phase}")
 
     def buffer(*shape: int, dtype: str) -> torch.Tensor:
         return torch.zeros(shape, device=where).to(torch_dtype(dtype))
@@ -69,6 +81,7 @@ def warmup(
             k=buffer(pages, counts.kv, page_size, 128, dtype=kv_dtype),
             v=buffer(pages, counts.kv, page_size, 128, dtype=kv_dtype),
             index_k=buffer(pages, page_size, 128, dtype=index_dtype) if counts.index else None,
+            zero_on_alloc=mode is not None,  # the mode's implementations were chosen with what its layers' caches declare
         )
         for phase in phases:
             tokens = requests * QUERIES[phase]
@@ -100,7 +113,7 @@ def warmup(
                 impl=impl,
             )
             if index_q is not None:
-                ids = index_topk(index_q, cache, batch, topk=topk, impl=impl)
-                sparse_attention(q, cache, ids, batch, impl=impl)
-            out, lse = dense_attention(q, cache, batch, return_lse=True, impl=impl)
+                ids = index_topk(index_q, cache, batch, topk=topk, impl=impl_of("index_topk", phase))
+                sparse_attention(q, cache, ids, batch, impl=impl_of("sparse_attention", phase))
+            out, lse = dense_attention(q, cache, batch, return_lse=True, impl=impl_of("dense_attention", phase))
             merge_attention_states(out, lse, out, lse, impl=impl)

@@ -131,7 +131,7 @@ class StepInputs:
             step=step,
             heads=heads,
             mode=mode,
-            cache=LayerCache(kv=pool.kv, index_k=pool.index_k),
+            cache=LayerCache(kv=pool.kv, index_k=pool.index_k, zero_on_alloc=True),  # every byte of the pool is a finite number
             batches=tuple(PagedBatch.from_lengths(q_lens, seq_lens, table, page_size=PAGE_SIZE, block_size=BLOCK_SIZE) for table in tables),
             q=random((step.tokens, heads.num_q, HEAD_DIM), mode.q, generator),
             index_q=random((step.tokens, heads.num_kv, INDEX_DIM), mode.index, generator),

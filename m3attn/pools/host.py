@@ -22,6 +22,7 @@ from m3attn.pools.transfer import (
     host_list,
     resolve_backend,
 )
+from m3attn.stages.execute import log_launch
 
 LAYOUTS = ("layer_first", "page_first")
 
@@ -176,6 +177,22 @@ class HostKVPool:
         """Wait, on the host, for every copy under way."""
         self._synchronize(None, writes_only=False)
 
+    def warmup(self) -> None:
+        """Compile the kernels of backups and loads; copies nothing. The plain backend has nothing to compile."""
+        if self.backend != "triton":
+            return
+        from m3attn.triton_kernels.copy_pages import copy_pages
+
+        transfer = Transfer(self.device)
+        with _behind_current(self._stream):
+            device_pages = _record(as_tensor([-1], self.device))
+            host_pages = self.normalise_host_pages([-1], transfer)
+            for part in self.parts:
+                copy_pages(part.device, part.host, device_pages, host_pages, device=self.device)
+                copy_pages(part.host, part.device, host_pages, device_pages, device=self.device)
+            transfer.record(self._stream)
+        transfer.synchronize()
+
     def normalise_host_pages(self, host_pages: PageIds, transfer: Transfer) -> torch.Tensor:
         """Host page ids where the copy kernel reads them: pinned CPU memory for a page-first pool, else the device, copied without waiting."""
         if self.takes_host_indices:
@@ -219,6 +236,7 @@ class HostKVPool:
         host_pages, device_pages = host_list(job.host_pages), host_list(job.device_pages)
 
         def copy(device: torch.Tensor, host: torch.Tensor, is_backup: bool) -> None:
+            log_launch("host_backup" if is_backup else "host_load", "plain", device=device, host=host, pages=len(host_pages))
             if is_backup:
                 copy_plain(device, host, device_pages, host_pages)
             else:
@@ -237,6 +255,8 @@ class HostKVPool:
         transfer.keep(device_pages)
 
         def copy(device: torch.Tensor, host: torch.Tensor, is_backup: bool) -> None:
+            what = "host_backup" if is_backup else "host_load"
+            log_launch(what, self.backend, device=device, host=host, host_pages=host_pages, device_pages=device_pages)
             if is_backup:
                 copy_pages(device, host, device_pages, host_pages, device=self.device)
             else:

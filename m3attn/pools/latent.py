@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -15,9 +16,10 @@ from m3attn.dtypes import E4M3, FLOAT_DTYPES, dtype_name, is_fp8, torch_dtype
 from m3attn.pools.insert import SlotValues, insert_plain
 from m3attn.pools.pages import PageAllocator
 from m3attn.pools.parts import PoolPart, SubPool
-from m3attn.pools.transfer import resolve_backend
+from m3attn.pools.transfer import WARMUP_TOKENS, resolve_backend
 from m3attn.problem import arch_number, arch_of
 from m3attn.scales import UNIT, Scale, ScaleLike
+from m3attn.stages.execute import log_launch
 
 DTYPES = ("bf16", "fp16", "fp32", "fp8_e4m3")
 
@@ -130,13 +132,24 @@ class LatentKVPool:
             check_tensor(name, values, [slots.shape[0], 1, target.shape[3]], accepted, self.device)
             check_outputs({"cache": target}, {name: values, "slots": slots})
             groups.append(SlotValues(values, target, slots, UNIT if is_fp8(values.dtype) else scale))
-        for group in groups:
+        for name, group in zip(parts, groups, strict=True):
+            log_launch("latent_pool_set", self.backend, **{name: group.values, "slots": slots, "cache": group.cache, "scale": group.scale})
             if self.backend == "plain":
                 insert_plain(group)
             else:
                 from m3attn.triton_kernels.insert_slots import insert_slots
 
                 insert_slots(None, None, group)
+
+    def warmup(self) -> None:
+        """Compile the kernels of `set`, for rows in bf16 (or the pool's own 16 or 32 bits) and the layers' scales as they are now; writes nothing."""
+        if self.backend != "triton":
+            return
+        dtype = torch.bfloat16 if is_fp8(self.dtype) else self.dtype
+        for layer, tokens in product(range(self.num_layers), WARMUP_TOKENS):
+            slots = torch.full((tokens,), -1, device=self.device)
+            latent, k_pe = (torch.zeros(tokens, dim, dtype=dtype, device=self.device) for dim in (self.latent_dim, self.rope_dim))
+            self.set(layer, slots, latent, k_pe)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens take."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from m3attn.config import M3Config
 from m3attn.dtypes import E4M3, dtype_name, torch_dtype
 from m3attn.pools.pages import PageAllocator
 from m3attn.pools.parts import PoolPart, SubPool
-from m3attn.pools.transfer import PageIds, as_tensor, check_page_ids, check_page_pairs, copy_plain, host_list, resolve_backend
+from m3attn.pools.transfer import WARMUP_TOKENS, PageIds, as_tensor, check_page_ids, check_page_pairs, copy_plain, host_list, resolve_backend
 from m3attn.pools.write import write_slots
 from m3attn.problem import arch_number, arch_of
 from m3attn.scales import ScaleLike
+from m3attn.stages.execute import log_launch
 
 KV_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 INDEX_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8_e4m3")
@@ -85,6 +86,7 @@ class PagedKVPool:
             raise ValueError(f"page_size: expected a divisor of config.block_size {config.block_size}, got {page_size}")
         self.num_kv_heads = check_int("num_kv_heads", config.num_kv_heads if num_kv_heads is None else num_kv_heads, 1)
         auto = dtype_name(dtype, argument="dtype", accepted=("bf16", "fp16", "fp32"))
+        self.dtype = torch_dtype(auto)
         self.kv_dtype = _cache_dtype("kv_cache_dtype", kv_cache_dtype, auto, KV_DTYPES)
         self.index_dtype = _cache_dtype("index_cache_dtype", index_cache_dtype, auto, INDEX_DTYPES)
         self.packed, self.layout = packed, layout
@@ -235,12 +237,14 @@ class PagedKVPool:
         overlap = on_host and not set(host_list(source)).isdisjoint(host_list(target))
         if self.backend == "plain" or overlap:
             for words in self._words:
+                log_launch("pool_copy_pages", "plain", words=words, pages=len(source))
                 copy_plain(words, words, source, target)
             return
         from m3attn.triton_kernels.copy_pages import copy_pages
 
         source_ids, target_ids = as_tensor(source, self.device), as_tensor(target, self.device)
         for words in self._words:
+            log_launch("pool_copy_pages", self.backend, words=words, source=source_ids, target=target_ids)
             copy_pages(words, words, source_ids, target_ids, device=self.device)
 
     def move_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
@@ -252,6 +256,27 @@ class PagedKVPool:
         source, target = list(source), list(target)
         self.allocator.move(source, target)
         self.copy_pages(source, target)
+
+    def warmup(self) -> None:
+        """Compile the kernels of the sets, for rows of the pool's `dtype` and scales as they are now, and of `copy_pages`; writes nothing.
+
+        `m3attn.warmup(pools=[pool])` calls it. The plain backend has nothing to compile.
+        """
+        if self.backend != "triton":
+            return
+        from m3attn.triton_kernels.copy_pages import copy_pages
+
+        for layer, tokens in product(self.layers, WARMUP_TOKENS):
+            slots = torch.full((tokens,), -1, device=self.device)
+            k, v = (torch.zeros(tokens, self.num_kv_heads, self.config.head_dim, dtype=self.dtype, device=self.device) for _ in range(2))
+            self.set_kv(layer, slots, k, v)
+            if layer in self.sparse_layers:
+                index_k = torch.zeros(tokens, self.config.index_dim, dtype=self.dtype, device=self.device)
+                self.set_index_k(layer, slots, index_k)
+                self.set(layer, slots, k, v, index_k)
+        nowhere = torch.full((1,), -1, device=self.device)
+        for words in self._words:
+            copy_pages(words, words, nowhere, nowhere, device=self.device)
 
     def _sparse_layer(self, layer: int) -> LayerCache:
         if self.layer(layer).index_k is None:

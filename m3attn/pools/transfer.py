@@ -12,6 +12,8 @@ from m3attn.registry import interpreter_enabled
 
 PageIds = Sequence[int] | torch.Tensor
 BACKENDS = ("auto", "triton", "plain")
+WARMUP_TOKENS = (1, 2, 16)
+"""Triton compiles one variant for a number that is 1, one for multiples of 16, and one for all others."""
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:

@@ -13,6 +13,7 @@ from m3attn.dtypes import FLOAT_DTYPES, is_fp8
 from m3attn.operators import define, nothing, pack, pack_index_cache, pack_kv_cache, scale_schema, unpack_optional, unpack_scale
 from m3attn.pools.insert import SlotValues, insert_plain
 from m3attn.scales import UNIT, Scale
+from m3attn.stages.execute import log_launch
 
 INT_DTYPES = (torch.int32, torch.int64)
 MAIN, INDEX = (None, None, None, 1.0, None, 1.0, None), (None, None, 1.0, None)
@@ -69,6 +70,7 @@ def _eager(
     caches: dict[str, torch.Tensor | None] = {f"cache.{name}": group.cache for name, group in groups.items()}
     inputs: dict[str, torch.Tensor | None] = {name: group.values for name, group in groups.items()}
     check_outputs(caches, inputs | {"slots": slots, "index_slots": index_slots})
+    log_launch("pool_set", backend, **inputs, slots=slots, index_slots=index_slots, **caches, **{f"{n}_scale": g.scale for n, g in groups.items()})
     if backend == "plain":
         for group in groups.values():
             insert_plain(group)

@@ -61,8 +61,18 @@ def execute(
 
 def log_call(stage: str, key: str, call: Any) -> None:
     """One line before a launch, if `M3ATTN_LOG_CALLS=1`."""
-    if os.environ.get("M3ATTN_LOG_CALLS", "0") == "1":
-        print(f"m3attn: {stage} {key} {_describe(call)}", file=sys.stderr)
+    if _logs_calls():
+        log_launch(stage, key, **{f.name: getattr(call, f.name) for f in fields(call)})
+
+
+def log_launch(what: str, key: str, **values: Any) -> None:
+    """`log_call` for a launch that is no stage: what it is called, which implementation it takes, and what it was given by name."""
+    if _logs_calls():
+        print(f"m3attn: {what} {key} {_describe(values)}", file=sys.stderr)
+
+
+def _logs_calls() -> bool:
+    return os.environ.get("M3ATTN_LOG_CALLS", "0") == "1"
 
 
 def scratch_for(implementation: Implementation, shape: WorkShape, workspace: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
@@ -87,12 +97,11 @@ def scratch_for(implementation: Implementation, shape: WorkShape, workspace: tor
     return flat
 
 
-def _describe(call: Any) -> str:
+def _describe(values: dict[str, Any]) -> str:
     parts = []
-    for f in fields(call):
-        value = getattr(call, f.name)
+    for name, value in values.items():
         if isinstance(value, torch.Tensor):
-            parts.append(f"{f.name}={str(value.dtype).removeprefix('torch.')}{list(value.shape)}/{list(value.stride())}")
+            parts.append(f"{name}={str(value.dtype).removeprefix('torch.')}{list(value.shape)}/{list(value.stride())}")
         elif isinstance(value, PagedBatch):
             parts.append(
                 f"batch=B{value.num_requests} max_seqlen_q={value.max_seqlen_q} max_seqlen_k={value.max_seqlen_k} "
@@ -100,7 +109,7 @@ def _describe(call: Any) -> str:
             )
         elif isinstance(value, Scale):
             if value.tensor is not None or value.value != 1.0:
-                parts.append(f"{f.name}={'device' if value.tensor is not None else value.value}")
+                parts.append(f"{name}={'device' if value.tensor is not None else value.value}")
         elif value is not None:
-            parts.append(f"{f.name}={value}")
+            parts.append(f"{name}={value}")
     return " ".join(parts)
