@@ -42,8 +42,8 @@ def _divide_by_scalar(x, scalar):
     elif (tl.abs(scalar) >= 2.0**-60) & (tl.abs(scalar) <= 2.0**60):
         reciprocal = tl.div_rn(1.0, scalar)
         near = x * reciprocal
-        # Triton's -x is 0 - x, which has no -0: with the minus on the scalar factor a quotient of -0 stays -0.
-        excess = tl.fma(near, scalar, -x)
+        # Triton's -x is 0 - x, an operation of its own that has no -0; a factor of -1 becomes a sign of the operand.
+        excess = tl.fma(near, scalar, x * -1.0)
         result = tl.where(tl.abs(near) < 2.0**60, tl.fma(excess, -reciprocal, near), near)
     else:
         result = tl.div_rn(x, scalar)
