@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from m3attn.calls import IndexScoreCall, IndexTopkCall
+from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import index_rows
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.index_rows import QueryRows
@@ -484,7 +485,7 @@ def score_rows(call: IndexScoreCall | IndexTopkCall, out: torch.Tensor, row_begi
     Without `fill`, blocks that a row does not see, and rows that see at most `skip_blocks`, are not written.
 
     Raises:
-        ValueError: index_q or the index keys do not lie at multiples of 16 bytes.
+        UnsupportedProblem: index_q or the index keys do not lie at multiples of 16 bytes.
     """
     batch, q, k = call.batch, call.index_q, call.index_k
     if row_begin == row_end or batch.num_blocks == 0:
@@ -519,7 +520,7 @@ def check_alignment(argument: str, tensor: torch.Tensor) -> None:
     """TMA reads from addresses that are multiples of 16 bytes."""
     strides = [stride * tensor.element_size() for stride, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1]
     if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
-        raise ValueError(
+        raise UnsupportedProblem(
             f"{argument}: expected an address and strides that are multiples of 16 bytes, got address {tensor.data_ptr():#x} and strides of "
             f"{', '.join(map(str, strides))} bytes; impl='triton' takes any"
         )

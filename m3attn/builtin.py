@@ -81,6 +81,45 @@ def _triton(
     )
 
 
+def _one_index_dtype(problem: Problem) -> list[str]:
+    """wgmma multiplies operands of one type."""
+    if problem.index_q_dtype == problem.index_dtype or "none" in (problem.index_q_dtype, problem.index_dtype):
+        return []
+    return [f"index q dtype {problem.index_q_dtype} over index dtype {problem.index_dtype}: takes equal ones"]
+
+
+def _cute_sm90(
+    stage: str,
+    module: str,
+    *neighbours: str,
+    scratch: bool = False,
+    fp8_archs: tuple[str, ...] = (),
+    extra_reasons: Any = None,
+    **limits: Any,
+) -> Implementation:
+    return Implementation(
+        stage,
+        "cute_sm90",
+        f"m3attn.dsl_kernels.{module}:{stage}",
+        Capabilities(archs=("sm_90",), needs=("cutlass", "tvm_ffi"), **limits),
+        workspace=f"m3attn.dsl_kernels.{module}:workspace_bytes" if scratch else None,
+        sources=tuple(f"m3attn.dsl_kernels.{m}" for m in (module, *neighbours)),
+        fp8_archs=fp8_archs,
+        extra_reasons=extra_reasons,
+        built_in=True,
+    )
+
+
+_CUTE_INDEX: dict[str, Any] = dict(
+    extra_reasons=_one_index_dtype,
+    index_q_dtypes=("bf16", "fp16", "fp8_e4m3"),
+    index_dtypes=("bf16", "fp16", "fp8_e4m3"),
+    index_dims=(128,),
+    index_heads=(1, 16),
+    page_sizes=(16, 32, 64, 128),
+    block_sizes=(128,),
+    phases=("prefill",),
+)
 _INDEX: dict[str, Any] = dict(
     index_q_dtypes=INDEX_FLOATS, index_dtypes=INDEX_FLOATS, index_dims=(64, 128), page_sizes=POWERS_16_TO_256, block_sizes=POWERS_16_TO_256
 )
@@ -207,6 +246,30 @@ def add_builtin_implementations() -> None:
             kv_dtypes=("fp8_e4m3",),
             head_dims=(128,),
             topk=(16, 16),
+        ),
+        _cute_sm90(
+            "sparse_attention",
+            "sparse_attention_sm90",
+            "sparse_prefill_sm90",
+            "sparse_decode_sm90",
+            "merge_splits_sm90",
+            "finish_rows",
+            "warp_mma",
+            scratch=True,
+            fp8_archs=("sm_90",),
+            modes=("bf16", "fp16", "widen", "fp8", "fp8_pv"),
+            q_dtypes=("bf16", "fp16", "fp8_e4m3"),
+            kv_dtypes=("bf16", "fp16", "fp8_e4m3", "fp8_e5m2"),
+            head_dims=(128,),
+            group_sizes=(1, 32),
+            topk=(1, 64),
+            page_sizes=(128,),
+            block_sizes=(128,),
+        ),
+        _cute_sm90("index_score", "index_score_sm90", "index_rows", **_CUTE_INDEX),
+        _cute_sm90("select_blocks", "select_blocks_sm90", "index_rows", topk=(1, 64), block_sizes=POWERS_16_TO_256),
+        _cute_sm90(
+            "index_topk", "index_topk_sm90", "index_score_sm90", "select_blocks_sm90", "index_rows", scratch=True, topk=(1, 64), **_CUTE_INDEX
         ),
         _triton("merge_attention_states", "merge_states", q_dtypes=("bf16", "fp16", "fp32")),
         _triton("quantize_fp8", "quantize", "saturate", q_dtypes=("bf16", "fp16", "fp32")),
