@@ -45,6 +45,7 @@ class Capabilities:
         archs: the exact architectures (`sm_90`), for kernels built for one; None: every one from `min_arch` up.
         cpu: how CPU tensors are taken: `yes`, `interpreter` (Triton's), or `no`.
         modes: main-branch modes (`Problem.mode`); e4m3_min_arch: lowest capability for e4m3 data.
+        exact_ids: whether selected ids are those of the contract; False: blocks of nearly equal scores may be exchanged.
         needs_zero_on_alloc: NaN behind a sequence in its last page would reach the output.
         needs: importable packages.
     """
@@ -70,6 +71,7 @@ class Capabilities:
     phases: tuple[str, ...] = ("prefill", "decode", "verify")
     sink: bool = True
     lse: bool = True
+    exact_ids: bool = True
     needs_zero_on_alloc: bool = False
     needs: tuple[str, ...] = ()
 

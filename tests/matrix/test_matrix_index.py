@@ -51,6 +51,12 @@ def test_select_blocks(key: str, case: SelectCase) -> None:
     buffer, out = token_major(torch.zeros_like(expected)) if case.token_major else (None, None)
     ids = run_or_skip("select_blocks", key, case.problem(arch()), lambda: m3attn.select_blocks(scores, batch, **selection, out=out, impl=key))
     check_id_form(ids, batch, topk=case.topk, columns=scores.shape[2])
-    assert torch.equal(ids, expected)
+    implementation = m3attn.registry.find("select_blocks", key)
+    assert implementation is not None
+    if implementation.capabilities.exact_ids:
+        assert torch.equal(ids, expected)
+    else:
+        finite = scores.double().nan_to_num(nan=-3e38, posinf=3e38, neginf=-3e38)
+        print(f"{len(compare_ids(ids, expected, finite, finite.abs() * 2**-8))} exchanges of near-equal blocks")
     if buffer is not None:
         assert ids is out and bool((buffer[expected.shape[1] :] == 2**30).all()), "rows outside the view were written"

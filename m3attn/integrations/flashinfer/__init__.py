@@ -5,6 +5,6 @@ scores in another layout, the same number of queries in every request of a decod
 the device holds, make every row of a short step a request of its own, and clear the rows that see no key. For that they allocate, which other
 implementations do not. The package builds kernels at first use, which takes seconds and needs a CUDA toolkit; under graph capture it raises.
 
-`select_blocks` is FlashInfer's own as it is: it ranks scores by their upper bits and takes any of equal ones, so that its ids may differ
-from the contract's where scores lie closer than about a thousandth of their size.
+`select_blocks` is not exact: FlashInfer ranks scores by their upper bits, so that blocks may be exchanged whose scores lie closer than about a
+thousandth of their size (`exact_ids` in its capabilities).
 """

@@ -16,7 +16,8 @@ BLOCK_SIZE, DIM, TOPK = 128, 128, 16
 POOL_LIMIT = 1 << 31
 """Page offsets are kept in 32 bits there: measured wrong from pools of 2 GiB on, without an error."""
 MAX_PAGES = 4096
-LOWEST = torch.finfo(torch.float32).min
+MAX_COLUMNS = 8192
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +90,10 @@ def index_score(call: IndexScoreCall) -> None:
 
 
 def select_blocks(call: SelectBlocksCall) -> None:
-    """Fill `call.out`.
+    """Fill `call.out`, up to exchanges of blocks whose scores agree but for their lowest bits (see `exact_ids` in `Capabilities`).
 
     Raises:
-        UnsupportedProblem: more than K forced blocks.
+        UnsupportedProblem: more than K forced blocks, or requests longer than 1,048,576 tokens.
     """
     heads, tokens, columns = call.scores.shape
     if tokens == 0:
@@ -102,10 +103,10 @@ def select_blocks(call: SelectBlocksCall) -> None:
     if call.batch.num_requests == 0 or columns == 0:
         call.out.fill_(-1)
         return
+    if columns > MAX_COLUMNS:
+        raise UnsupportedProblem(f"flashinfer: expected at most {MAX_COLUMNS} blocks, got {columns}")
     blocks = Requests.of(call.batch, tokens, 1).blocks.clamp(max=columns)
-    # -inf marks what may not be chosen there; a visible block with that score, or NaN, may be.
-    scores = call.scores.nan_to_num(nan=LOWEST, neginf=LOWEST, posinf=float("inf"))
-    scores = torch.where(torch.arange(columns, device=scores.device) < blocks[:, None], scores, float("-inf"))
+    scores = torch.where(torch.arange(columns, device=call.scores.device) < blocks[:, None], _distinct(call.scores), float("-inf"))
     ids = torch.empty(tokens, heads, TOPK, dtype=torch.int32, device=scores.device)
     _ops().msa_topk_select(
         scores.transpose(1, 2).contiguous(),
@@ -116,6 +117,18 @@ def select_blocks(call: SelectBlocksCall) -> None:
         force_end_blocks=call.local_blocks,
     )
     call.out.copy_(ids.transpose(0, 1))
+
+
+def _distinct(scores: torch.Tensor) -> torch.Tensor:
+    """Finite scores of which no two in a row are equal: the lowest bits are the block's, so that the lower block is the larger of equal ones.
+
+    Equal scores may leave places of FlashInfer's result unwritten, and -inf marks what may not be chosen there, which NaN and -inf may be here.
+    """
+    columns = scores.shape[2]
+    bits = scores.nan_to_num(nan=-LARGEST, neginf=-LARGEST, posinf=LARGEST).view(torch.int32)
+    block = torch.arange(columns, dtype=torch.int32, device=scores.device)
+    lowest = (1 << (columns - 1).bit_length()) - 1
+    return (bits & ~lowest | torch.where(bits < 0, block, columns - 1 - block)).view(torch.float32)
 
 
 def sparse_attention(call: SparseAttentionCall) -> None:
