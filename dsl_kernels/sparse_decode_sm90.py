@@ -36,7 +36,10 @@ OUT_PITCH = HEAD_DIM + 8  # floats; a half warp's 8-byte stores then fall into d
 READERS = 1  # named barrier of the consumer warps
 STREAMING_MULTIPROCESSORS = 132
 MAX_SPLITS = 16
-MERGE_STEPS = 1  # what a second launch costs, in pipeline steps of a full machine
+MEMORY_BYTES_PER_US = 4.2e6  # what the whole GPU reads of its memory
+MULTIPROCESSOR_BYTES_PER_US = 5e4  # and one multiprocessor at most
+MERGE_US = 1.0  # a second launch, beside its traffic
+PARTIAL_BYTES_PER_US = 3e6  # partials stay in L2
 
 ELEMENTS = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32, "fp8_e4m3": Uint8, "fp8_e5m2": Uint8}
 
@@ -838,9 +841,15 @@ def schedule_for(
     steps = blocks * (BLOCK // settings["step_keys"])
     slots = STREAMING_MULTIPROCESSORS * (2 if small else 1)
 
-    def cost(splits: int) -> int:
-        waves = -(-tiles * num_kv_heads * splits // slots)
-        return waves * -(-steps // splits) + (MERGE_STEPS if splits > 1 else 0)
+    step_bytes = 2 * settings["step_keys"] * HEAD_DIM * element_size
+
+    def cost(splits: int) -> float:
+        """Microseconds, roughly: bound by the memory, or by the multiprocessors that have work."""
+        ctas, longest = tiles * num_kv_heads * splits, -(-steps // splits) * step_bytes
+        waves, rest = divmod(ctas, slots)
+        on_one = waves * slots // STREAMING_MULTIPROCESSORS + -(-rest // STREAMING_MULTIPROCESSORS)
+        load = max(ctas * longest / MEMORY_BYTES_PER_US, on_one * longest / MULTIPROCESSOR_BYTES_PER_US)
+        return load if splits == 1 else load + MERGE_US + 2 * partial_bytes(splits, tokens, num_q_heads) / PARTIAL_BYTES_PER_US
 
     fitting = [s for s in range(1, MAX_SPLITS + 1) if s <= steps and (s == 1 or partial_bytes(s, tokens, num_q_heads) <= limit)]
     splits = settings_override.get("splits") or min(fitting, key=lambda s: (cost(s), s))
