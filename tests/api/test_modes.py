@@ -131,11 +131,11 @@ def test_e5m2_warns_once_and_widens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_naming_what_a_switch_disables_raises_and_names_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with registered("sparse_attention", "cute_sm90", print, capabilities=Capabilities(archs=("sm_90",)), fp8_archs=("sm_90",), auto=True):
-        assert m3attn.resolve_attention_mode(layer("sm_90"), implementation="cute_sm90").implementations["sparse_attention/decode"] == "cute_sm90"
+    with registered("sparse_attention", "cute_mine", print, capabilities=Capabilities(archs=("sm_90",)), fp8_archs=("sm_90",), auto=True):
+        assert m3attn.resolve_attention_mode(layer("sm_90"), implementation="cute_mine").implementations["sparse_attention/decode"] == "cute_mine"
         monkeypatch.setenv("M3ATTN_DISABLE_CUTE", "1")
-        with pytest.raises(m3attn.UnsupportedProblem, match=r"'cute_sm90' is switched off by M3ATTN_DISABLE_CUTE=1"):
-            m3attn.resolve_attention_mode(layer("sm_90"), kv_cache_dtype="fp8", implementation="cute_sm90")
+        with pytest.raises(m3attn.UnsupportedProblem, match=r"'cute_mine' is switched off by M3ATTN_DISABLE_CUTE=1"):
+            m3attn.resolve_attention_mode(layer("sm_90"), kv_cache_dtype="fp8", implementation="cute_mine")
         got = m3attn.resolve_attention_mode(layer("sm_90"), kv_cache_dtype="fp8")
     without = m3attn.resolve_attention_mode(layer("sm_90"), kv_cache_dtype="fp8")
     assert (got.mode, got.implementations) == (without.mode, without.implementations)
