@@ -237,7 +237,7 @@ def add_builtin_implementations() -> None:
             index_dims=(128,),
             index_heads=(1, 4),
         ),
-        _flashinfer("select_blocks", flashinfer.select_blocks_reasons, topk=(16, 16)),
+        _flashinfer("select_blocks", flashinfer.select_blocks_reasons, topk=(16, 16), exact_ids=False),
         _flashinfer(
             "sparse_attention",
             flashinfer.sparse_attention_reasons,
