@@ -32,6 +32,8 @@ SNIPPETS = [
 
 @pytest.mark.parametrize(("page", "code"), SNIPPETS)
 def test_snippet_runs(page: Path, code: str) -> None:
+    if re.search(r"^from transformers", code, re.MULTILINE):
+        pytest.importorskip("transformers.models.minimax_m3_vl")
     torch.manual_seed(0)
     exec(compile(code, page.name, "exec"), {"__name__": "snippet"})
 
