@@ -16,31 +16,22 @@ from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import finish_rows, warp_mma
 from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.decode_schedule import BLOCK, HEAD_DIM, MMA_ROWS, power_of_2, schedule_for
+from m3attn.dsl_kernels.decode_schedule import decode_workspace_bytes as decode_workspace_bytes
 from m3attn.dsl_kernels.finish_rows import LOG2E, MINUS_INF, finish_row, load_scale, sink_logit
 from m3attn.dsl_kernels.merge_splits_sm90 import merge_splits
 from m3attn.dsl_kernels.warp_mma import as_halves, interleave_rows, load_transposed, mma_atom, shared_tensor, swizzled, widen_pair
 from m3attn.dtypes import dtype_name, is_fp8
-from m3attn.workspace import WorkShape, carve, workspace_limit
+from m3attn.workspace import carve, workspace_limit
 
-HEAD_DIM = 128
-BLOCK = 128  # positions of a sparse block, and token slots of a page
-MMA_ROWS = 16
 MMA_KEYS = 16
 K_STEPS = HEAD_DIM // 16
 D_TILES = HEAD_DIM // 8
 WARP = 32
-MAX_TILE_ROWS = 128
 MAX_PART_KEYS = 32  # of a warp at a time: more would not fit its registers beside 64 of outputs and 32 of queries
 NONE = 2**31 - 1  # no block
 OUT_PITCH = HEAD_DIM + 8  # floats; a half warp's 8-byte stores then fall into different banks
 READERS = 1  # named barrier of the consumer warps
-STREAMING_MULTIPROCESSORS = 132
-MAX_SPLITS = 16
-MEMORY_BYTES_PER_US = 4.2e6  # what the whole GPU reads of its memory
-MULTIPROCESSOR_BYTES_PER_US = 5e4  # and one multiprocessor at most
-MERGE_US = 1.0  # a second launch, beside its traffic
-PARTIAL_BYTES_PER_US = 3e6  # partials stay in L2
-
 ELEMENTS = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32, "fp8_e4m3": Uint8, "fp8_e5m2": Uint8}
 
 
@@ -278,8 +269,8 @@ class SparseDecode:
         """Tile `part` of a request's rows; whatever stands in the offsets, the rows lie within the tensors."""
         begin, end = mCuSeqlens[request], mCuSeqlens[request + 1]
         seq_len = cutlass.min(cutlass.max(mSeqLens[request], 0), max_seqlen_k)
-        first_row = cutlass.max(begin, 0) + part * self.variant.tokens
-        num_tokens = cutlass.min(cutlass.min(end, num_rows) - first_row, self.variant.tokens)
+        first_row = cutlass.min(cutlass.max(begin, 0), num_rows) + part * self.variant.tokens
+        num_tokens = cutlass.min(cutlass.min(cutlass.max(end, 0), num_rows) - first_row, self.variant.tokens)
         return RowTile(request, first_row, num_tokens, seq_len - end + first_row)
 
     @cute.jit
@@ -788,99 +779,6 @@ SOURCES = [__file__, finish_rows.__file__, warp_mma.__file__]
 KERNEL: CuteKernel[Variant] = CuteKernel("sparse_decode_sm90", build, sources=SOURCES)
 
 
-def _power_of_2(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How a call is cut: tiles of `tokens` query tokens, each into `splits` runs of pipeline steps."""
-
-    tokens: int
-    token_rows: int
-    key_warps: int
-    step_keys: int
-    stages: int
-    tiles: int
-    splits: int
-
-
-settings_override: dict[str, int] = {}
-"""Set by a tuner: key_warps, step_keys, stages or splits of every launch."""
-
-
-def schedule_for(
-    *,
-    max_seqlen_q: int,
-    num_requests: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    topk: int,
-    num_blocks: int,
-    element_size: int,
-    tokens: int,
-    limit: int,
-) -> Schedule:
-    """Tiles, pipeline and splits from static shapes."""
-    group = _power_of_2(num_q_heads // num_kv_heads)
-    tile_tokens = min(_power_of_2(max(max_seqlen_q, 1)), MAX_TILE_ROWS // group)
-    token_rows = max(group, MMA_ROWS // tile_tokens)
-    row_warps = tile_tokens * token_rows // MMA_ROWS
-    # Four consumer warps and half a multiprocessor's memory where rows are few; eight and all of it where they fill the tensor cores.
-    small = row_warps <= 2
-    key_warps = max(1, (4 if small else 8) // row_warps)
-    step_keys = 128 if element_size == 1 and small else 64
-    budget = (96 if small else 192) * 1024
-    stages = budget // (2 * step_keys * HEAD_DIM * element_size)
-    settings = {"key_warps": key_warps, "step_keys": step_keys, "stages": stages} | {k: v for k, v in settings_override.items() if k != "splits"}
-
-    tiles = -(-max_seqlen_q // tile_tokens) * num_requests
-    # Neighbouring drafts share most blocks: a token more brings about one and a half.
-    blocks = min(tile_tokens * topk, topk + 3 * (tile_tokens - 1) // 2, max(num_blocks, 1))
-    steps = blocks * (BLOCK // settings["step_keys"])
-    slots = STREAMING_MULTIPROCESSORS * (2 if small else 1)
-
-    step_bytes = 2 * settings["step_keys"] * HEAD_DIM * element_size
-
-    def cost(splits: int) -> float:
-        """Microseconds, roughly: bound by the memory, or by the multiprocessors that have work."""
-        ctas, longest = tiles * num_kv_heads * splits, -(-steps // splits) * step_bytes
-        waves, rest = divmod(ctas, slots)
-        on_one = waves * slots // STREAMING_MULTIPROCESSORS + -(-rest // STREAMING_MULTIPROCESSORS)
-        load = max(ctas * longest / MEMORY_BYTES_PER_US, on_one * longest / MULTIPROCESSOR_BYTES_PER_US)
-        return load if splits == 1 else load + MERGE_US + 2 * partial_bytes(splits, tokens, num_q_heads) / PARTIAL_BYTES_PER_US
-
-    fitting = [s for s in range(1, MAX_SPLITS + 1) if s <= steps and (s == 1 or partial_bytes(s, tokens, num_q_heads) <= limit)]
-    splits = settings_override.get("splits") or min(fitting, key=lambda s: (cost(s), s))
-    return Schedule(tile_tokens, token_rows, **settings, tiles=tiles, splits=splits)
-
-
-def partial_bytes(splits: int, tokens: int, num_q_heads: int) -> int:
-    return 0 if splits == 1 else splits * tokens * num_q_heads * (HEAD_DIM + 1) * 4 + 512
-
-
-def decode_workspace_bytes(shape: WorkShape) -> int:
-    """Scratch of a decode or verify call: the splits' partials, splits * T * Hq * (4 D + 4)."""
-    if shape.tokens == 0 or shape.num_requests == 0:
-        return 0
-    return max(partial_bytes(_schedule_of(shape, element_size).splits, shape.tokens, shape.num_q_heads) for element_size in (1, 2))
-
-
-def _schedule_of(shape: WorkShape, element_size: int) -> Schedule:
-    return schedule_for(
-        max_seqlen_q=shape.max_seqlen_q,
-        num_requests=shape.num_requests,
-        num_q_heads=shape.num_q_heads,
-        num_kv_heads=shape.num_kv_heads,
-        topk=shape.topk,
-        num_blocks=shape.num_blocks,
-        element_size=element_size,
-        tokens=shape.tokens,
-        limit=shape.limit,
-    )
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """fp8 data as uint8, without a copy."""
     return tensor.view(torch.uint8) if is_fp8(tensor.dtype) else tensor
@@ -944,7 +842,7 @@ def sparse_decode(call: SparseAttentionCall) -> None:
         dtype_name(call.k.dtype),
         schedule.tokens,
         schedule.token_rows,
-        max(16, _power_of_2(call.ids.shape[2])),
+        max(16, power_of_2(call.ids.shape[2])),
         schedule.key_warps,
         schedule.step_keys,
         schedule.stages,

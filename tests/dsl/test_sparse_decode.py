@@ -20,8 +20,8 @@ from simulator import ORDERS, simulated
 from m3attn.batch import LayerCache, PagedBatch
 from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
-from m3attn.dsl_kernels import sparse_decode_sm90
-from m3attn.dsl_kernels.sparse_decode_sm90 import MAX_SPLITS, decode_workspace_bytes, schedule_for, sparse_decode
+from m3attn.dsl_kernels.decode_schedule import MAX_SPLITS, decode_workspace_bytes, schedule_for, settings_override
+from m3attn.dsl_kernels.sparse_decode_sm90 import sparse_decode
 from m3attn.scales import Scale
 from m3attn.testing.bounds import attention_bound, product_error
 from m3attn.testing.cases import AttentionCase, Step
@@ -29,9 +29,9 @@ from m3attn.testing.inputs import AttentionInputs, attention_inputs
 from m3attn.testing.poison import poisoned_empty
 from m3attn.workspace import WorkShape
 
-RAGGED = Step("ragged", (8, 3, 0, 5, 1), (700, 1030, 0, 3, 1), padded_rows=3, slack=130)
+RAGGED = Step("ragged", (8, 3, 0, 5, 1), (400, 650, 0, 3, 1), padded_rows=3, slack=130)
 ONE = Step("one", (1, 1, 0, 1), (600, 129, 0, 1), padded_rows=1)
-SIXTEEN = Step("sixteen", (16, 2), (530, 1100), slack=1)
+SIXTEEN = Step("sixteen", (16, 2), (300, 500), slack=1)
 VERIFY = AttentionCase(RAGGED, 16, 1)
 DECODE = AttentionCase(ONE, 16, 1, topk=4)
 
@@ -90,7 +90,7 @@ def check(
 
 @pytest.fixture
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setitem(sparse_decode_sm90.settings_override, "splits", request.param)
+    monkeypatch.setitem(settings_override, "splits", request.param)
     return request.param
 
 
@@ -236,7 +236,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sparse_decode_sm90.settings_override, "splits", 1)
+    monkeypatch.setitem(settings_override, "splits", 1)
     order, which = BROKEN[fault]
     waits = []
 
