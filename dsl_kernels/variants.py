@@ -37,7 +37,7 @@ _DECODE = sparse_decode_sm90.Variant(
     q_dtype="bf16", kv_dtype="bf16", tokens=1, token_rows=16, max_topk=16, key_warps=4, step_keys=64, stages=3, split=True
 )
 _DECODE_FP8 = replace(_DECODE, q_dtype="fp8_e4m3", kv_dtype="fp8_e4m3", step_keys=128)
-_VERIFY = replace(_DECODE, tokens=4, key_warps=2, stages=6)
+_VERIFY = replace(_DECODE, tokens=8, key_warps=1, stages=6)
 _MERGE = merge_splits_sm90.Variant(q_dtype="bf16", lse=False, sink="none", q_scale=False, v_scale=False, aligned=True)
 _SCORE = index_score_sm90.Variant("bf16", num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
 _SELECT = select_blocks_sm90.Variant(width=16, lanes=8, vector=True)
@@ -74,8 +74,8 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         e5m2_ids64=replace(_DECODE, kv_dtype="fp8_e5m2", step_keys=128, max_topk=64),
         verify_fp8=replace(_VERIFY, q_dtype="fp8_e4m3", kv_dtype="fp8_e4m3", stages=12),
         verify_widen=replace(_VERIFY, kv_dtype="fp8_e4m3", stages=12),
-        verify_group8=replace(_VERIFY, token_rows=8, stages=3, max_topk=32),
-        verify_fp8_group8=replace(_VERIFY, q_dtype="fp8_e4m3", kv_dtype="fp8_e4m3", token_rows=8, step_keys=128, stages=3),
+        verify_group8=replace(_VERIFY, token_rows=8, key_warps=2, max_topk=32),
+        verify_fp8_2_tokens=replace(_DECODE_FP8, tokens=2, key_warps=2),
     ),
     **_named(
         merge_splits_sm90.KERNEL,

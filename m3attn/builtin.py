@@ -252,6 +252,7 @@ def add_builtin_implementations() -> None:
             "sparse_attention_sm90",
             "sparse_prefill_sm90",
             "sparse_decode_sm90",
+            "decode_schedule",
             "merge_splits_sm90",
             "finish_rows",
             "warp_mma",
