@@ -1,59 +1,84 @@
 """Sparse attention on Hopper: which kernel takes a call, and the scratch it needs.
 
-Decode and verify (at most 16 queries a request) go to `sparse_decode_sm90`, the rest to `sparse_prefill_sm90`, whose matrix instructions take
-16-bit values: an fp8 cache is first copied in a wider type, as many KV groups at a time as the workspace takes.
+Decode and verify (at most 16 queries a request) go to `sparse_decode_sm90`. Prefill goes to `sparse_prefill_sm90`, tile by tile; a tile whose tokens
+share few blocks leaves its rows to `sparse_prefill_by_block_sm90`. Their matrix instructions take 16-bit values: an fp8 cache is first copied in a
+wider type, as many KV groups at a time as the workspace takes.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from m3attn.batch import DECODE_MAX_SEQLEN_Q
+from m3attn.batch import DECODE_MAX_SEQLEN_Q, PagedBatch
 from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
+from m3attn.dsl_kernels import sparse_prefill_by_block_sm90 as by_block
 from m3attn.dsl_kernels.sparse_decode_sm90 import decode_workspace_bytes, sparse_decode
 from m3attn.dsl_kernels.sparse_prefill_sm90 import sparse_prefill
-from m3attn.dtypes import is_fp8
+from m3attn.dtypes import dtype_name, is_fp8
 from m3attn.workspace import WorkShape, carve, workspace_limit
 
 COUNTER_BYTES = 256
 
 
-def groups_to_widen(num_requests: int, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, limit: int) -> int:
-    """KV groups whose widened copies fit `limit` at a time.
+@dataclass(frozen=True)
+class PrefillPlan:
+    """How a prefill call goes.
 
-    Raises:
-        UnsupportedProblem: not even one does.
+    Attributes:
+        groups: KV groups at a time; all, or as many as the copies of an fp8 cache fit for.
+        by_block: scratch to attend to rows block by block where neighbours share few; None: all go tile by tile.
+        copy_bytes: of copies of `groups` groups and their page table.
     """
-    group_bytes = num_requests * num_blocks * block_size * head_dim * 4
-    fixed = COUNTER_BYTES + table_bytes(num_requests, num_blocks)
-    groups = min(num_kv_heads, (limit - fixed) // max(1, group_bytes))
-    if groups < 1:
-        raise UnsupportedProblem(
-            f"workspace: expected a limit of at least {fixed + group_bytes} bytes, for 16-bit copies of one KV group's fp8 keys and values of "
-            f"{num_requests} requests of {num_blocks * block_size} tokens, got {limit}; set_workspace_limit raises it, impl='triton' needs none"
-        )
-    return groups
 
+    groups: int
+    by_block: by_block.Plan | None
+    copy_bytes: int
 
-def table_bytes(num_requests: int, num_blocks: int) -> int:
-    """The page table of the copies, and what carving three tensors may lose to alignment."""
-    return num_requests * num_blocks * 4 + 768
+    @classmethod
+    def of(cls, shape: WorkShape, has_sink: bool) -> PrefillPlan:
+        """From static shapes.
+
+        Raises:
+            UnsupportedProblem: the copies of not even one group fit the limit.
+        """
+        groups, copy_bytes = shape.num_kv_heads, 0
+        if shape.kv_dtype.startswith("fp8"):
+            group_bytes = shape.num_requests * shape.num_blocks * shape.block_size * shape.head_dim * 4
+            fixed = COUNTER_BYTES + shape.num_requests * shape.num_blocks * 4 + 768  # the copies' page table, and what alignment takes
+            groups = min(shape.num_kv_heads, (shape.limit - fixed) // max(1, group_bytes))
+            if groups < 1:
+                raise UnsupportedProblem(
+                    f"workspace: expected a limit of at least {fixed + group_bytes} bytes, for 16-bit copies of one KV group's fp8 keys and values "
+                    f"of {shape.num_requests} requests of {shape.max_seqlen_k} tokens, got {shape.limit}; m3attn.set_workspace_limit raises it, and "
+                    "impl='triton' needs none"
+                )
+            copy_bytes = fixed + groups * group_bytes
+        plan = None
+        if not has_sink:
+            q_heads = groups * (shape.num_q_heads // shape.num_kv_heads)
+            sizes = (q_heads, groups, shape.head_dim, shape.topk, shape.num_requests, shape.num_blocks)
+            plan = by_block.Plan.of(shape.tokens, *sizes, shape.limit - copy_bytes)
+        return cls(groups, plan, copy_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.copy_bytes + (COUNTER_BYTES if self.by_block is None else self.by_block.nbytes)
 
 
 def workspace_bytes(shape: WorkShape) -> int:
-    """Scratch of a call: decode's partials, or prefill's counter of tiles and, for an fp8 cache, B * max_seqlen_k * groups * 4 D of copies."""
+    """Scratch of a call: decode's partials, or prefill's.
+
+    A prefill takes 256 bytes; from 2,048 rows on, without a sink, lists turned round and partial outputs of as many rows at a time as the limit takes
+    (T * Hkv * K * (G * (2 D + 4) + 4) for all); and for an fp8 cache copies of as many KV groups at a time, B * max_seqlen_k * 4 D for each.
+    """
     if shape.tokens == 0 or shape.num_requests == 0:
         return 0
     if shape.max_seqlen_q <= DECODE_MAX_SEQLEN_Q:
         return decode_workspace_bytes(shape)
-    if not shape.kv_dtype.startswith("fp8"):
-        return COUNTER_BYTES
-    sizes = (shape.num_requests, shape.num_kv_heads, shape.head_dim, shape.num_blocks, shape.block_size)
-    copies = shape.num_requests * shape.num_blocks * shape.block_size * groups_to_widen(*sizes, shape.limit) * shape.head_dim * 4
-    return COUNTER_BYTES + copies + table_bytes(shape.num_requests, shape.num_blocks)
+    return PrefillPlan.of(shape, has_sink=False).nbytes
 
 
 def sparse_attention(call: SparseAttentionCall) -> None:
@@ -76,25 +101,53 @@ def sparse_attention(call: SparseAttentionCall) -> None:
 
 
 def _prefill(call: SparseAttentionCall) -> None:
-    batch, num_kv_heads, head_dim = call.batch, call.k.shape[1], call.q.shape[2]
+    batch, (tokens, num_q_heads, head_dim), num_kv_heads = call.batch, call.q.shape, call.k.shape[1]
     assert call.workspace is not None
-    counter, offset = carve(call.workspace, 0, (1,), torch.int32)
+    plan = PrefillPlan.of(
+        WorkShape(
+            tokens=tokens,
+            num_requests=batch.num_requests,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            num_index_heads=0,
+            head_dim=head_dim,
+            topk=call.ids.shape[2],
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
+            block_size=batch.block_size,
+            limit=workspace_limit(),
+            kv_dtype=dtype_name(call.k.dtype),
+        ),
+        has_sink=call.sink_key is not None,
+    )
     if not is_fp8(call.k.dtype):
         check_pool("cache.k", call.k)
         check_pool("cache.v", call.v)
-        sparse_prefill(call, call.k, call.v, batch, slice(0, num_kv_heads), counter)
+        _attend(call, call.k, call.v, batch, slice(0, num_kv_heads), plan)
         return
     from m3attn.triton_kernels.widen_pages import widen_pages
 
-    groups = groups_to_widen(batch.num_requests, num_kv_heads, head_dim, batch.num_blocks, batch.block_size, workspace_limit())
-    for first in range(0, num_kv_heads, groups):
-        heads = slice(first, min(first + groups, num_kv_heads))
+    for first in range(0, num_kv_heads, plan.groups):
+        heads = slice(first, min(first + plan.groups, num_kv_heads))
         copy_shape = (batch.num_requests * batch.num_blocks, heads.stop - first, batch.block_size, head_dim)
-        wide_table, next_offset = carve(call.workspace, offset, (batch.num_requests, batch.num_blocks), torch.int32)
-        wide_k, next_offset = carve(call.workspace, next_offset, copy_shape, call.q.dtype)  # e4m3 queries take e4m3 keys
-        wide_v, _ = carve(call.workspace, next_offset, copy_shape, torch.float16)
+        wide_table, offset = carve(call.workspace, plan.nbytes - plan.copy_bytes, (batch.num_requests, batch.num_blocks), torch.int32)
+        wide_k, offset = carve(call.workspace, offset, copy_shape, call.q.dtype)  # e4m3 queries take e4m3 keys
+        wide_v, _ = carve(call.workspace, offset, copy_shape, torch.float16)
         widen_pages(call.k[:, heads], call.v[:, heads], wide_k, wide_v, wide_table, batch)
-        sparse_prefill(call, wide_k, wide_v, replace(batch, page_table=wide_table), heads, counter)
+        _attend(call, wide_k, wide_v, replace(batch, page_table=wide_table), heads, plan)
+
+
+def _attend(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, kv_heads: slice, plan: PrefillPlan) -> None:
+    """The KV groups `kv_heads`, which k and v hold."""
+    assert call.workspace is not None
+    if plan.by_block is None:
+        counter, _ = carve(call.workspace, 0, (1,), torch.int32)
+        sparse_prefill(call, k, v, batch, kv_heads, counter.zero_())
+        return
+    fitted = replace(plan.by_block, num_kv_heads=k.shape[1])
+    scratch = by_block.Scratch.carve(call.workspace, fitted, call.out.dtype)
+    sparse_prefill(call, k, v, batch, kv_heads, scratch.counter, scratch.deferred)
+    by_block.attend_by_block(call, k, v, batch, kv_heads, fitted, scratch)
 
 
 def check_pool(argument: str, tensor: torch.Tensor) -> None:

@@ -35,6 +35,8 @@ HALF_ROWS = 64
 WARPGROUP = 128
 MAX_TILE_TOKENS = 32
 """One bit of a word a token."""
+DEFERRED_SHARE = 0.58
+"""A tile is deferred where it has more different blocks than this share of its ids: where fewer than 1.7 of its tokens share a block."""
 MAX_TILE_IDS = 512
 """Ids of a tile that the merging warp keeps in registers, 16 a lane."""
 NO_BLOCK = 0x7FFFFFFF
@@ -62,6 +64,7 @@ class Variant:
         ids: entries of a token's list, rounded up to a power of two.
         negative_scale: the softmax scale is below 0, and the least product the largest logit.
         aligned: rows of q and out lie at multiples of 16 bytes.
+        defers: tiles whose tokens share few blocks are left to `sparse_prefill_by_block_sm90`.
         sink_dtype: of the sink keys, or None.
         q_scale, k_scale, v_scale: a device tensor holds a factor of it.
     """
@@ -79,6 +82,7 @@ class Variant:
     v_scale: bool
     negative_scale: bool
     aligned: bool
+    defers: bool
     anchored: bool = True
     ping_pong: bool = False
 
@@ -106,6 +110,12 @@ class Tile:
 def tile_tokens(group: int, ids: int) -> int:
     """Tokens of a tile: as many as fill two times 64 rows, one word of bits and the merging warp's registers."""
     return 2 * max(1, min(HALF_ROWS // group, MAX_TILE_TOKENS // 2, MAX_TILE_IDS // 2 // ids))
+
+
+def most_distinct(tokens: int, ids: int, topk: int) -> int:
+    """What `SparsePrefillSm90.distinct` counts of a tile with DEFERRED_SHARE * topk ids a token, spread at random."""
+    bits = tokens * ids
+    return int(bits * -math.expm1(-DEFERRED_SHARE * tokens * topk / bits))
 
 
 class Entry:
@@ -152,6 +162,8 @@ class Rows:
 
 
 class SparsePrefillSm90:
+    variant: Any  # of this file, or of the kernel derived from this one
+
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         self.tile = Tile.of(variant)
@@ -178,6 +190,8 @@ class SparsePrefillSm90:
         mQScale: MaybeTensor,  # [1]
         mKScale: MaybeTensor,  # [1]
         mVScale: MaybeTensor,  # [1]
+        mDeferred: MaybeTensor,  # [Hkv, T, 2], written: (request, or -1 for a row that is attended here; keys that the row sees)
+        most_distinct: Int32,  # of a tile's blocks, by `distinct`; a tile with more is deferred
         mCounter: cute.Tensor,  # [1], 0: tiles that have been taken, beyond each thread block's first
         query_scale: Float32,  # sm_scale * q_scale, of the sink's logits
         key_scale: Float32,  # sm_scale * q_scale * k_scale
@@ -187,25 +201,8 @@ class SparsePrefillSm90:
         stream: cuda.CUstream,
     ):
         k_layout, v_layout = (self.smem_layout(dtype, BLOCK, self.stages) for dtype in (self.qk_dtype, self.v_dtype))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        pages = []
-        for mX, layout in ((mK, k_layout), (mV, v_layout)):
-            by_page = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
-            pages.append(cpasync.make_tiled_tma_atom(load, by_page, cute.select(layout, mode=[0, 1]), (BLOCK, self.head_dim)))
-        (k_atom, k_pages), (v_atom, v_pages) = pages
-        qk_mma = sm90_utils.make_trivial_tiled_mma(
-            self.qk_dtype, self.qk_dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (HALF_ROWS, BLOCK)
-        )
-        pv_mma = sm90_utils.make_trivial_tiled_mma(
-            self.v_dtype,
-            self.v_dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            Float32,
-            (1, 1, 1),
-            (HALF_ROWS, self.head_dim),
-            warpgroup.OperandSource.RMEM,
-        )
+        (k_atom, k_pages), (v_atom, v_pages) = self.page_loads(mK, k_layout), self.page_loads(mV, v_layout)
+        qk_mma, pv_mma = self.products()
         num_tiles = mQ.shape[0] // self.tile.tokens + mSeqLens.shape[0] + 1
         num_work = num_tiles * mK.shape[1]
         self.kernel(
@@ -222,6 +219,8 @@ class SparsePrefillSm90:
             mQScale,
             mKScale,
             mVScale,
+            mDeferred,
+            most_distinct,
             mCounter,
             query_scale,
             key_scale,
@@ -243,6 +242,20 @@ class SparsePrefillSm90:
         shape, order = ((rows, self.head_dim), (0, 1)) if stages is None else ((rows, self.head_dim, stages), (0, 1, 2))
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=order)
 
+    def page_loads(self, mX, layout):
+        """The TMA unit's view of a pool: (one load, [128, D, Hkv, pages])."""
+        by_page = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
+        tile = cute.select(layout, mode=[0, 1])
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_page, tile, (BLOCK, self.head_dim))
+
+    def products(self):
+        """(Q K^T, P V) of 64 rows."""
+        k_major, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
+        qk = sm90_utils.make_trivial_tiled_mma(self.qk_dtype, self.qk_dtype, k_major, k_major, Float32, (1, 1, 1), (HALF_ROWS, BLOCK))
+        shape = (HALF_ROWS, self.head_dim)
+        pv = sm90_utils.make_trivial_tiled_mma(self.v_dtype, self.v_dtype, k_major, OperandMajorMode.MN, Float32, (1, 1, 1), shape, source)
+        return qk, pv
+
     @cute.kernel
     def kernel(
         self,
@@ -259,6 +272,8 @@ class SparsePrefillSm90:
         mQScale: MaybeTensor,
         mKScale: MaybeTensor,
         mVScale: MaybeTensor,
+        mDeferred: MaybeTensor,
+        most_distinct: Int32,
         mCounter: cute.Tensor,
         query_scale: Float32,
         key_scale: Float32,
@@ -285,16 +300,7 @@ class SparsePrefillSm90:
         values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
         last_page = barriers + 4 * self.stages
 
-        if warp == 0:
-            cpasync.prefetch_descriptor(k_atom)
-            cpasync.prefetch_descriptor(v_atom)
-            with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(self.stages):
-                    for ring in (keys, values):
-                        cute.arch.mbarrier_init(ring.full + stage, 1)
-                        cute.arch.mbarrier_init(ring.empty + stage, 2 * WARPGROUP // 32)
-                cute.arch.mbarrier_init(last_page, 1)
-            cute.arch.mbarrier_init_fence()
+        self.init_barriers(warp, k_atom, v_atom, keys, values, last_page)
         cute.arch.sync_threads()
 
         if warp < 4:
@@ -307,6 +313,8 @@ class SparsePrefillSm90:
                     mPageTable,
                     mSeqLens,
                     mCuSeqlens,
+                    mDeferred,
+                    most_distinct,
                     mCounter,
                     mQ.shape[0],
                     max_seqlen_k,
@@ -351,6 +359,19 @@ class SparsePrefillSm90:
             )
 
     @cute.jit
+    def init_barriers(self, warp: Int32, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, keys: Ring, values: Ring, last_page: cute.Pointer):
+        if warp == 0:
+            cpasync.prefetch_descriptor(k_atom)
+            cpasync.prefetch_descriptor(v_atom)
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(self.stages):
+                    for ring in (keys, values):
+                        cute.arch.mbarrier_init(ring.full + stage, 1)
+                        cute.arch.mbarrier_init(ring.empty + stage, 2 * WARPGROUP // 32)
+                cute.arch.mbarrier_init(last_page, 1)
+            cute.arch.mbarrier_init_fence()
+
+    @cute.jit
     def produce(
         self,
         k_pages: cute.Tensor,
@@ -359,6 +380,8 @@ class SparsePrefillSm90:
         mPageTable: cute.Tensor,
         mSeqLens: cute.Tensor,
         mCuSeqlens: cute.Tensor,
+        mDeferred: MaybeTensor,
+        most_distinct: Int32,
         mCounter: cute.Tensor,
         num_rows: Int32,
         max_seqlen_k: Int32,
@@ -380,7 +403,6 @@ class SparsePrefillSm90:
         num_pages = k_pages.shape[3]
         grid, _, _ = cute.arch.grid_dim()
         work, _, _ = cute.arch.block_idx()
-        k_bytes, v_bytes = (BLOCK * self.head_dim * dtype.width // 8 for dtype in (self.qk_dtype, self.v_dtype))
         rIds = cute.make_rmem_tensor(self.tile.ids_per_lane, Int32)
         count = Int32(0)
         last_page_phase = Int32(0)
@@ -394,11 +416,19 @@ class SparsePrefillSm90:
             tile = num_tiles - 1 - work % num_tiles
             request, first_row, end_row, first_position, seq_len = self.locate(mCuSeqlens, mSeqLens, num_requests, num_rows, max_seqlen_k, tile)
             self.read_ids(mIds, rIds, kv_head, first_row, end_row, first_position, seq_len)
+            written_end = end_row
+            if const_expr(self.variant.defers):
+                is_deferred = self.distinct(rIds) > most_distinct
+                if lane < self.tile.tokens and first_row + lane < end_row:
+                    mDeferred[kv_head, first_row + lane, 0] = request if is_deferred else Int32(-1)
+                    mDeferred[kv_head, first_row + lane, 1] = self.clamp(first_position + lane + 1, 0, seq_len)
+                if is_deferred:
+                    rIds.fill(NO_BLOCK)
+                    written_end = first_row
             block, bits = self.pop(rIds)
             page = self.page_of(mPageTable, request, block, max_pages, num_pages)
-            gK, gV = (cute.local_tile(x[None, None, kv_head, None], (BLOCK, self.head_dim), (0, 0, None)) for x in (k_pages, v_pages))
-            tKsK, tKgK = cpasync.tma_partition(k_atom, 0, cute.make_layout(1), cute.group_modes(sK, 0, 2), cute.group_modes(gK, 0, 2))
-            tVsV, tVgV = cpasync.tma_partition(v_atom, 0, cute.make_layout(1), cute.group_modes(sV, 0, 2), cute.group_modes(gV, 0, 2))
+            tKsK, tKgK = self.partition_pages(k_atom, sK, k_pages, kv_head)
+            tVsV, tVgV = self.partition_pages(v_atom, sV, v_pages, kv_head)
 
             unfinished = Boolean(True)
             while unfinished:
@@ -415,38 +445,72 @@ class SparsePrefillSm90:
                     sEntry[Entry.END, stage] = MORE if unfinished else (TILE_ENDS if next_work < num_work else ALL_ENDS)
                     sEntry[Entry.KV_HEAD, stage] = kv_head
                     sEntry[Entry.FIRST_ROW, stage] = first_row
-                    sEntry[Entry.END_ROW, stage] = end_row
+                    sEntry[Entry.END_ROW, stage] = written_end
                     sEntry[Entry.FIRST_POSITION, stage] = first_position
                     sEntry[Entry.SEQ_LEN, stage] = seq_len
-                    cute.arch.mbarrier_arrive_and_expect_tx(keys.full + stage, k_bytes if has_keys else 0)
-                cute.arch.sync_warp()
-                if has_keys:
-                    cute.copy(k_atom, tKgK[None, page], tKsK[None, stage], tma_bar_ptr=keys.full + stage)
-
+                self.load_keys(k_atom, tKgK, tKsK, page, stage, keys, has_keys)
                 values.wait_empty(count)
                 num_keys = seq_len - block * BLOCK
-                if has_keys and num_keys >= BLOCK:
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(values.full + stage, v_bytes)
-                    cute.arch.sync_warp()
-                    cute.copy(v_atom, tVgV[None, page], tVsV[None, stage], tma_bar_ptr=values.full + stage)
-                else:
-                    if has_keys:
-                        # Rows past the sequence's end may hold NaN, which a weight of 0 does not stop.
-                        if lane == 0:
-                            cute.arch.mbarrier_arrive_and_expect_tx(last_page, v_bytes)
-                        cute.arch.sync_warp()
-                        cute.copy(v_atom, tVgV[None, page], tVsV[None, stage], tma_bar_ptr=last_page)
-                        cute.arch.mbarrier_wait(last_page, last_page_phase)
-                        last_page_phase ^= 1
-                        self.clear_rows(sV, stage, num_keys)
-                        cute.arch.fence_view_async_shared()
-                        cute.arch.sync_warp()
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(values.full + stage)
+                last_page_phase = self.load_values(v_atom, tVgV, tVsV, sV, page, stage, values, num_keys, has_keys, last_page, last_page_phase)
                 count += 1
                 block, bits, page = next_block, next_bits, next_page
             work = next_work
+
+    def partition_pages(self, atom, sX, pages, kv_head):
+        """(stages in shared memory, pages of one KV head) as one load takes them, [tile, stages] and [tile, pages]."""
+        gX = cute.local_tile(pages[None, None, kv_head, None], (BLOCK, self.head_dim), (0, 0, None))
+        return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+
+    def page_bytes(self, dtype):
+        return BLOCK * self.head_dim * dtype.width // 8
+
+    @cute.jit
+    def load_keys(self, atom: cute.CopyAtom, tKgK: cute.Tensor, tKsK: cute.Tensor, page: Int32, stage: Int32, keys: Ring, has_keys):
+        """Says that the stage's entry is written and, with the keys, that they are there."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(keys.full + stage, self.page_bytes(self.qk_dtype) if has_keys else 0)
+        cute.arch.sync_warp()
+        if has_keys:
+            cute.copy(atom, tKgK[None, page], tKsK[None, stage], tma_bar_ptr=keys.full + stage)
+
+    @cute.jit
+    def load_values(
+        self,
+        atom: cute.CopyAtom,
+        tVgV: cute.Tensor,
+        tVsV: cute.Tensor,
+        sV: cute.Tensor,
+        page: Int32,
+        stage: Int32,
+        values: Ring,
+        num_keys: Int32,
+        has_keys,
+        last_page: cute.Pointer,
+        last_page_phase: Int32,
+    ):
+        """Returns the phase that `last_page` comes to next."""
+        lane = cute.arch.lane_idx()
+        if has_keys and num_keys >= BLOCK:
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(values.full + stage, self.page_bytes(self.v_dtype))
+            cute.arch.sync_warp()
+            cute.copy(atom, tVgV[None, page], tVsV[None, stage], tma_bar_ptr=values.full + stage)
+        else:
+            if has_keys:
+                # Rows past the sequence's end may hold NaN, which a weight of 0 does not stop.
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(last_page, self.page_bytes(self.v_dtype))
+                cute.arch.sync_warp()
+                cute.copy(atom, tVgV[None, page], tVsV[None, stage], tma_bar_ptr=last_page)
+                cute.arch.mbarrier_wait(last_page, last_page_phase)
+                last_page_phase ^= 1
+                self.clear_rows(sV, stage, num_keys)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(values.full + stage)
+        return last_page_phase
 
     @cute.jit
     def locate(self, mCuSeqlens: cute.Tensor, mSeqLens: cute.Tensor, num_requests: Int32, num_rows: Int32, max_seqlen_k: Int32, tile: Int32):
@@ -512,6 +576,22 @@ class SparsePrefillSm90:
         """(token, index in its list) of a lane's i-th id."""
         flat = i * 32 + cute.arch.lane_idx()
         return flat // self.tile.padded_ids, flat % self.tile.padded_ids
+
+    @cute.jit
+    def distinct(self, rIds: cute.Tensor):
+        """How many bits the tile's blocks set among as many as there are ids, a block's bit its id modulo their number."""
+        words = self.tile.ids_per_lane
+        rWords = cute.make_rmem_tensor(words, Int32)
+        rWords.fill(0)
+        for i in cutlass.range_constexpr(words):
+            place = rIds[i] % (32 * words)
+            for word in cutlass.range_constexpr(words):
+                if rIds[i] != NO_BLOCK and place // 32 == word:
+                    rWords[word] |= Int32(1) << (place % 32)
+        count = Int32(0)
+        for word in cutlass.range_constexpr(words):
+            count += cute.arch.popc(cute.arch.warp_redux_sync(rWords[word], "or"))
+        return count
 
     @cute.jit
     def pop(self, rIds: cute.Tensor):
@@ -588,23 +668,14 @@ class SparsePrefillSm90:
         """One warpgroup: its half of each tile's rows, to the end of the work."""
         tile = self.tile
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        row = thread // 32 * 16 + thread % 32 // 4
+        row = self.first_row_of_thread()
         half_tokens = Int32((1 << tile.half_tokens) - 1) << (half * tile.half_tokens)
         scale_log2 = key_scale * LOG2E
         if const_expr(self.variant.negative_scale):
             scale_log2 = -scale_log2
 
         half_pointer = sRows[None, half].iterator
-        q_layout = self.smem_layout(self.qk_dtype, HALF_ROWS)
-        sQ = cute.make_tensor(cute.recast_ptr(half_pointer, q_layout.inner, self.qk_dtype), q_layout.outer)  # [64, D]
-        transposed = cute.make_ordered_layout((self.head_dim, BLOCK, self.stages), order=(1, 0, 2))
-        sVt = cute.composition(sV, transposed)  # [D, 128, stages]
-        qk_thread, pv_thread = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        tSrQ = qk_thread.make_fragment_A(qk_thread.partition_A(sQ))
-        tSrK = qk_thread.make_fragment_B(qk_thread.partition_B(sK))
-        tOrV = pv_thread.make_fragment_B(pv_thread.partition_B(sVt))
-        rO = cute.make_rmem_tensor(pv_thread.partition_shape_C((HALF_ROWS, self.head_dim)), Float32)
-        rP = pv_thread.make_fragment_A(pv_thread.partition_shape_A((HALF_ROWS, BLOCK)))
+        tSrQ, tSrK, tOrV, rO, rP = self.fragments(qk_mma, pv_mma, half_pointer, sK, sV)
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
 
@@ -712,6 +783,25 @@ class SparsePrefillSm90:
                 end_row,
             )
 
+    def fragments(self, qk_mma, pv_mma, half_pointer, sK, sV):
+        """Operands and accumulators of both products: (queries, keys, values, outputs, weights)."""
+        q_layout = self.smem_layout(self.qk_dtype, HALF_ROWS)
+        sQ = cute.make_tensor(cute.recast_ptr(half_pointer, q_layout.inner, self.qk_dtype), q_layout.outer)  # [64, D]
+        transposed = cute.make_ordered_layout((self.head_dim, BLOCK, self.stages), order=(1, 0, 2))
+        sVt = cute.composition(sV, transposed)  # [D, 128, stages]
+        qk_thread, pv_thread = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        tSrQ = qk_thread.make_fragment_A(qk_thread.partition_A(sQ))
+        tSrK = qk_thread.make_fragment_B(qk_thread.partition_B(sK))
+        tOrV = pv_thread.make_fragment_B(pv_thread.partition_B(sVt))
+        rO = cute.make_rmem_tensor(pv_thread.partition_shape_C((HALF_ROWS, self.head_dim)), Float32)
+        rP = pv_thread.make_fragment_A(pv_thread.partition_shape_A((HALF_ROWS, BLOCK)))
+        return tSrQ, tSrK, tOrV, rO, rP
+
+    def first_row_of_thread(self):
+        """Of the two rows of a half that a thread holds of accumulators; the other is 8 further on."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        return thread // 32 * 16 + thread % 32 // 4
+
     @cute.jit
     def read_entry(self, sEntry: cute.Tensor, stage: Int32):
         """(block, bits, what follows) of the block in a stage, the same in all lanes."""
@@ -720,22 +810,29 @@ class SparsePrefillSm90:
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, half_pointer: cute.Pointer, half: Int32, kv_head: Int32, first_row: Int32, end_row: Int32):
         """The half's query rows into shared memory, each warp the 16 that its lanes hold of accumulators; rows of no token become 0."""
-        sChunks = self.chunks(half_pointer, self.qk_dtype, HALF_ROWS)
-        per_row = cute.size(sChunks, mode=[1])
-        steps = 16 * per_row // 32
-        rChunks = cute.make_rmem_tensor((sChunks.shape[0], steps), self.qk_dtype)
+        rChunks = self.query_chunks()
         rChunks.fill(0.0)
-        for step in cutlass.range_constexpr(steps):
+        per_row = self.head_dim * self.qk_dtype.width // 128
+        for step in cutlass.range_constexpr(rChunks.shape[1]):
             row, chunk = self.chunk_of(step, per_row)
             token, head = self.token_and_head(row, half, kv_head)
             if row // self.tile.group < self.tile.half_tokens and first_row + token < end_row:
-                gChunk = cute.local_tile(mQ[first_row + token, head, None], (sChunks.shape[0],), (chunk,))
+                gChunk = cute.local_tile(mQ[first_row + token, head, None], (rChunks.shape[0],), (chunk,))
                 cute.autovec_copy(gChunk, rChunks[None, step])
-        for step in cutlass.range_constexpr(steps):
-            row, chunk = self.chunk_of(step, per_row)
+        self.store_queries(rChunks, half_pointer)
+        self.sync_half(half)
+
+    def query_chunks(self):
+        """Registers for a thread's share of a half's queries: [elements of 16 bytes, steps]."""
+        return cute.make_rmem_tensor((128 // self.qk_dtype.width, self.head_dim * self.qk_dtype.width // 256), self.qk_dtype)
+
+    @cute.jit
+    def store_queries(self, rChunks: cute.Tensor, half_pointer: cute.Pointer):
+        sChunks = self.chunks(half_pointer, self.qk_dtype, HALF_ROWS)
+        for step in cutlass.range_constexpr(rChunks.shape[1]):
+            row, chunk = self.chunk_of(step, cute.size(sChunks, mode=[1]))
             cute.autovec_copy(rChunks[None, step], sChunks[None, self.place(self.qk_dtype, row, chunk), row])
         cute.arch.fence_view_async_shared()
-        self.sync_half(half)
 
     def chunk_of(self, step, per_row):
         """(row of the half, chunk of 16 bytes) that a lane moves in one of its warp's steps over 16 rows."""
@@ -879,17 +976,9 @@ class SparsePrefillSm90:
                 if is_row[r] and lane % 4 == 0:
                     mLse[first_row + token, head] = logsum
 
-        rOut = cute.make_rmem_tensor(cute.size(rO), self.out_dtype)
-        rOut.store(cute.make_tensor(rO.iterator, cute.make_layout(cute.size(rO))).load().to(self.out_dtype))
-        pairs = cute.recast_tensor(rOut, Int32)  # [2 rows of each pair of columns]
-        sChunks = self.chunks(half_pointer, self.out_dtype, HALF_ROWS)
-        per_row = cute.size(sChunks, mode=[1])
         self.sync_half(half)
-        for i in cutlass.range_constexpr(cute.size(pairs)):
-            row, chunk = rows.first + 8 * (i % 2), i // 2
-            sPairs = cute.recast_tensor(sChunks[None, self.place(self.out_dtype, row, chunk), row], Int32)
-            sPairs[lane % 4] = pairs[i]
-        cute.arch.sync_warp()
+        sChunks = self.stage_output(rO, half_pointer)
+        per_row = cute.size(sChunks, mode=[1])
         for step in cutlass.range_constexpr(16 * per_row // 32):
             row, chunk = self.chunk_of(step, per_row)
             token, head = self.token_and_head(row, half, kv_head)
@@ -897,6 +986,20 @@ class SparsePrefillSm90:
                 gChunk = cute.local_tile(mOut[first_row + token, head, None], (sChunks.shape[0],), (chunk,))
                 cute.autovec_copy(sChunks[None, self.place(self.out_dtype, row, chunk), row], gChunk)
         cute.arch.sync_warp()
+
+    @cute.jit
+    def stage_output(self, rO: cute.Tensor, half_pointer: cute.Pointer):
+        """A warp's 16 rows of outputs to shared memory, by chunks of 16 bytes, in the place of queries that no product needs any more."""
+        rOut = cute.make_rmem_tensor(cute.size(rO), self.out_dtype)
+        rOut.store(cute.make_tensor(rO.iterator, cute.make_layout(cute.size(rO))).load().to(self.out_dtype))
+        pairs = cute.recast_tensor(rOut, Int32)  # [2 rows of each pair of columns]
+        sChunks = self.chunks(half_pointer, self.out_dtype, HALF_ROWS)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            row, chunk = self.first_row_of_thread() + 8 * (i % 2), i // 2
+            sPairs = cute.recast_tensor(sChunks[None, self.place(self.out_dtype, row, chunk), row], Int32)
+            sPairs[cute.arch.lane_idx() % 4] = pairs[i]
+        cute.arch.sync_warp()
+        return sChunks
 
     @cute.jit
     def sink_logit(self, mSinkKey: cute.Tensor, half_pointer: cute.Pointer, row: Int32, head: Int32):
@@ -942,6 +1045,8 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
         optional(variant.lse, lambda: scalars(Float32, rows, heads)),
         optional(variant.sink_dtype is not None, lambda: scalars(DTYPES[variant.sink_dtype or ""], heads, dim)),
         *(optional(exists, lambda: scalars(Float32, 1)) for exists in (variant.q_scale, variant.k_scale, variant.v_scale)),
+        optional(variant.defers, lambda: scalars(Int32, kv_heads, rows, 2)),
+        Int32(0),
         scalars(Int32, 1),
         Float32(0.0),
         Float32(0.0),
@@ -955,13 +1060,22 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
 KERNEL = CuteKernel("sparse_prefill_sm90", build, sources=[__file__])
 
 
-def sparse_prefill(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, kv_heads: slice, counter: torch.Tensor) -> None:
+def sparse_prefill(
+    call: SparseAttentionCall,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: PagedBatch,
+    kv_heads: slice,
+    counter: torch.Tensor,
+    deferred: torch.Tensor | None = None,
+) -> None:
     """Attention of every query for the KV groups `kv_heads`, which k and v hold.
 
     Args:
         k: [pages, Hkv, 128, D] of q's dtype; v: the same shape, 16 bit.
         batch: the requests, with a page table of k's and v's pages.
-        counter: [1] int32, overwritten.
+        counter: [1] int32, 0.
+        deferred: [Hkv, T, 2] int32, written: rows of tiles whose tokens share few blocks are left out, and named here.
     """
     group, topk = call.q.shape[1] // call.k.shape[1], call.ids.shape[2]
     heads = slice(kv_heads.start * group, kv_heads.stop * group)
@@ -981,10 +1095,10 @@ def sparse_prefill(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, 
         k_scale=scales[1].tensor is not None,
         v_scale=scales[2].tensor is not None,
         negative_scale=call.sm_scale < 0,
-        aligned=all(t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:2]) for t in (q, out)),
+        aligned=is_aligned(q) and is_aligned(out),
+        defers=deferred is not None,
     )
     query_scale = call.sm_scale * call.q_scale.value
-    counter.zero_()
     KERNEL.get(variant, q.device)(
         q,
         k,
@@ -997,6 +1111,8 @@ def sparse_prefill(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, 
         None if call.lse is None else call.lse[:, heads],
         sink_key,
         *(None if scale.tensor is None else scale.tensor.reshape(1) for scale in scales),
+        deferred,
+        most_distinct(tile_tokens(group, variant.ids), variant.ids, topk),
         counter,
         query_scale,
         query_scale * call.k_scale.value,
@@ -1004,6 +1120,11 @@ def sparse_prefill(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, 
         batch.max_seqlen_k,
         num_sms(q.device),
     )
+
+
+def is_aligned(rows: torch.Tensor) -> bool:
+    """Whether rows [T, H, D] lie at multiples of 16 bytes."""
+    return rows.data_ptr() % 16 == 0 and all(stride * rows.element_size() % 16 == 0 for stride in rows.stride()[:2])
 
 
 def next_power_of_2(n: int) -> int:
