@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 from m3attn import registry
-from m3attn.choice import auto_order, disabled_by_switch, m3_problem
+from m3attn.choice import UnsupportedProblem, auto_order, disabled_by_switch, m3_problem
 from m3attn.dtypes import dtype_name
-from m3attn.problem import arch_of
+from m3attn.problem import PHASES, arch_of
+from m3attn.registry import BrokenImplementation, Implementation
 from m3attn.version import __version__
 from m3attn.workspace import WorkShape, workspace_limit
 
@@ -137,10 +139,24 @@ def workspace_bytes(
         limit=workspace_limit(),
         kv_dtype=dtype_name(kv_dtype, argument="kv_dtype"),
     )
-    keys = [impl] if impl is not None else auto_order(stage, m3_problem(stage))
+    problems = [m3_problem(stage, phase=phase) for phase in PHASES]
+    keys = [impl] if impl is not None else dict.fromkeys(key for problem in problems for key in auto_order(stage, problem))
     found = [i for key in keys if (i := registry.find(stage, key)) is not None]
     if not found:
         raise ValueError(f"impl: expected one of {', '.join(i.key for i in registry.implementations(stage))} for {stage}, got {impl!r}")
-    if impl is None:
-        found = [i for i in found if not i.capabilities.missing_packages() and not disabled_by_switch(i.key)]
-    return max(i.workspace_bytes(shape) for i in found)
+    if impl is not None:
+        return found[0].workspace_bytes(shape)
+    sizes = [0]
+    for implementation in found:
+        if not _auto_passes_over(implementation, problems[0].arch):
+            # auto goes on to the next one too where one is broken, or declines a shape.
+            with contextlib.suppress(BrokenImplementation, UnsupportedProblem):
+                sizes.append(implementation.workspace_bytes(shape))
+    return max(sizes)
+
+
+def _auto_passes_over(implementation: Implementation, arch: str) -> bool:
+    """Whether a switch, a missing package or the architecture rules it out for every problem."""
+    capabilities = implementation.capabilities
+    is_elsewhere = capabilities.archs is not None and arch not in capabilities.archs
+    return is_elsewhere or bool(capabilities.missing_packages()) or disabled_by_switch(implementation.key) is not None

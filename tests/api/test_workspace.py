@@ -10,6 +10,8 @@ import torch
 from stage_calls import BUILDERS, HEAD_DIM, KV_HEADS, Q_HEADS, TOKENS, TOPK, make_batch, registered
 
 import m3attn
+from m3attn.builtin import PRIORITIES, Rank
+from m3attn.registry import Capabilities
 from m3attn.workspace import DEFAULT_LIMIT, WorkShape, carve
 
 STAGES = ("index_topk", "sparse_attention", "dense_attention")
@@ -109,6 +111,39 @@ def test_what_workspace_bytes_says_is_enough_for_the_kernels(stage: str) -> None
     call(workspace=torch.full((size,), 0xFF, dtype=torch.uint8), impl="triton")
     with pytest.raises(ValueError, match=rf"expected at least {size} bytes for {stage} \(triton\), got {size - 1}"):
         call(workspace=torch.zeros(size - 1, dtype=torch.uint8), impl="triton")
+
+
+def test_without_a_key_it_is_the_most_of_what_auto_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def declines(shape: WorkShape) -> int:
+        raise m3attn.UnsupportedProblem("workspace: expected more")
+
+    monkeypatch.setenv("M3ATTN_ARCH", "sm_90")
+    monkeypatch.delenv("M3ATTN_DISABLE_CUTE", raising=False)
+
+    def size() -> int:
+        return m3attn.workspace_bytes("index_topk", **geometry())
+
+    own, most = size(), 1 << 28
+    assert 0 < own < most
+    elsewhere, without = Capabilities(archs=("sm_100",)), Capabilities(needs=("no_such_package",))
+    with (
+        registered("index_topk", "elsewhere", print, workspace=lambda shape: 2 * most, capabilities=elsewhere, auto=True),
+        registered("index_topk", "without", print, workspace=lambda shape: 2 * most, capabilities=without, auto=True),
+        registered("index_topk", "broken", print, workspace="no_such_module:workspace_bytes", auto=True),
+        registered("index_topk", "declines", print, workspace=declines, auto=True),
+    ):
+        assert size() == own
+    with registered("index_topk", "cute_mine", print, workspace=lambda shape: most, auto=True):
+        assert size() == most
+        monkeypatch.setenv("M3ATTN_DISABLE_CUTE", "1")
+        assert size() == own
+
+
+def test_a_phase_of_its_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("M3ATTN_ARCH", "sm_90")
+    with registered("index_topk", "decodes", print, workspace=lambda shape: 1 << 28):
+        monkeypatch.setitem(PRIORITIES, "index_topk", (Rank("decodes", ("decode",)), *PRIORITIES["index_topk"]))
+        assert m3attn.workspace_bytes("index_topk", **geometry()) == 1 << 28
 
 
 def test_unknown_stages_and_keys_are_named() -> None:
