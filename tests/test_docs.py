@@ -108,6 +108,21 @@ def test_tables_agree_with_the_results() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_headline_takes_the_fastest_of_each(tmp_path: Path) -> None:
+    shared = {"heads": "64/4", "shape": "P1", "mode": "bf16", "gpu": "Some GPU", "commit": "abc", "versions": {"torch": "2.11.0"}, "share": 0.5}
+    for stage, selection in (("index_topk", None), ("sparse_attention", "N")):
+        row = {**shared, "stage": stage, "selection": selection, "implementation": "slow", "peer": False, "median_us": 200.0}
+        fast, peer = row | {"implementation": "fast", "median_us": 100.0}, row | {"implementation": "theirs", "peer": True, "median_us": 50.0}
+        others = [row | {"heads": "16/1", "median_us": 1.0}, row | {"mode": "widen", "median_us": 1.0}, row | {"selection": "R", "median_us": 1.0}]
+        (tmp_path / f"some-gpu-{stage}.json").write_text(json.dumps([row, fast, peer, *others]))
+    lines = tables.headline(tmp_path).splitlines()
+    assert lines[0] == "Some GPU, 64 query and 4 KV heads, commit abc, torch 2.11.0."
+    assert lines[4:] == [
+        f"| `{stage}` | prefill, 8,192 tokens | bf16 | 100 us | `fast` | 50% | 50.0 us |" for stage in ("index_topk", "sparse_attention")
+    ]
+    assert tables.headline(tmp_path / "nothing") == "No measurement is recorded yet."
+
+
 def test_executed_table_says_what_the_rows_say(tmp_path: Path) -> None:
     place = {"stage": "index_score", "heads": "64/4", "shape": "P1", "mode": "bf16", "selection": None, "gpu": "Some GPU"}
     row = {**place, "implementation": "triton", "peer": False, "versions": {"torch": "2.11.0", "triton": "3.6.0"}}

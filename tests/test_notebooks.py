@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 LONGEST_CELL = 25
-NEEDS = {"08_transformers": "transformers"}
+NEEDS = {"06_hopper_kernel": "cutlass", "08_transformers": "transformers"}
 
 # In each notebook's own namespace: right answers, then wrong ones.
 RUN = """
@@ -79,6 +79,14 @@ def exercise_2(call):
     call.out.copy_(out)
     call.lse.copy_(lse)
 """,
+    "06_hopper_kernel": """
+def exercise_1():
+    return (227 * 1024 - 2 * 64 * 128 * 2) // (2 * 128 * 128 * 2)
+def exercise_2(tile):
+    return sum((bits & 15) > 0 for _, bits in tile), sum((bits >> 4) > 0 for _, bits in tile)
+def exercise_3(n):
+    return PRODUCT + SOFTMAX + (n - 1) * max(2 * PRODUCT, PRODUCT + SOFTMAX) + PRODUCT
+""",
     "07_sparse_mla": """
 def exercise_1(up_v, w_o):
     return torch.einsum("lhd,hdx->hlx", up_v, w_o)
@@ -141,6 +149,14 @@ def exercise_1(scores, batch, **options):
 def exercise_2(call):
     call.out.copy_((call.out_a + call.out_b) / 2)
     call.lse.copy_(torch.logaddexp(call.lse_a, call.lse_b))
+""",
+    "06_hopper_kernel": """
+def exercise_1():
+    return 4
+def exercise_2(tile):
+    return len(tile), len(tile)
+def exercise_3(n):
+    return n * (2 * PRODUCT + SOFTMAX)
 """,
     "07_sparse_mla": """
 def exercise_1(up_v, w_o):

@@ -15,7 +15,7 @@ import m3attn
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 KERNEL_FOLDERS = ("triton_kernels", "dsl_kernels")
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
+LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -62,13 +62,13 @@ def _rehome(markdown: str, folder: Path = Path()) -> str:
     """
 
     def replace(found: re.Match[str]) -> str:
-        label, target, anchor = found[1], found[2], found[3] or ""
+        image, label, target, anchor = found[1], found[2], found[3], found[4] or ""
         path = (ROOT / folder / target).resolve()
         homes = {ROOT / source: page for page, source in REPOSITORY_PAGES.items()}
         if path in homes:
             return f"[{label}]({homes[path]}{anchor})"
         if path.is_relative_to(ROOT / "docs"):
-            return f"[{label}]({path.relative_to(ROOT / 'docs')}{anchor})"
+            return f"{image}[{label}]({path.relative_to(ROOT / 'docs')}{anchor})"
         if path.is_relative_to(ROOT / "notebooks"):
             return f"[{label}](notebooks.md)"
         if folder == Path("docs") and target.startswith("kernels/"):

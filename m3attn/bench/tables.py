@@ -1,7 +1,7 @@
 """Tables of README and docs, generated from the result files: `python -m m3attn.bench.tables [--check] [FILE …]`.
 
 In a Markdown file, what stands between `<!-- bench: STAGE … -->` and `<!-- end bench -->` is replaced by the tables of these stages, one a GPU;
-`<!-- bench: executed -->` marks the table of what ran where.
+`<!-- bench: executed -->` marks the table of what ran where, `<!-- bench: headline -->` that of a few shapes of M3's own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from m3attn.bench.stages import STAGES
 
 REGION = re.compile(r"(<!-- bench:(?P<stages>[^>]*?)-->\n).*?(<!-- end bench -->)", re.DOTALL)
 PLACE = ("heads", "shape", "mode", "selection")
+HEADLINE = {"index_topk": ("P1", "P3", "B64xL131072"), "sparse_attention": ("P1", "P3", "B64xL131072")}
+SHAPES = {"P1": "prefill, 8,192 tokens", "P3": "8,192 more behind 122,880", "B64xL131072": "decode, 64 requests of 131,072"}
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -69,6 +71,38 @@ def executed(folder: Path) -> str:
     return "\n".join([*lines, *(_line([*run, ", ".join(dict.fromkeys(stages))]) for run, stages in sorted(runs.items()))])
 
 
+def headline(folder: Path) -> str:
+    """For a few shapes of M3's geometry in bf16 and fp8 the fastest implementation, its share of the floor, and the fastest peer in its own time."""
+    parts = []
+    for path in sorted(folder.glob(f"*-{next(iter(HEADLINE))}.json")):
+        gpu = path.name.removesuffix(f"-{next(iter(HEADLINE))}.json")
+        files = [folder / f"{gpu}-{stage}.json" for stage in HEADLINE]
+        rows = [row for file in files if file.exists() for row in results.read(file)]
+        kept = [r for r in rows if r["heads"] == "64/4" and r["mode"] in ("bf16", "fp8") and r["selection"] in (None, "N")]
+        lines = [headline_line(kept, stage, shape, mode) for stage, shapes in HEADLINE.items() for shape in shapes for mode in ("bf16", "fp8")]
+        if any(lines):
+            commits = ", ".join(dict.fromkeys(row["commit"][:12] for row in kept))
+            head = [
+                _line(["stage", "step", "mode", "time", "implementation", "of the floor", "vLLM"]),
+                _line(["---"] * 3 + ["---:", "---", "---:", "---:"]),
+            ]
+            parts.append(
+                "\n".join([f"{rows[0]['gpu']}, 64 query and 4 KV heads, commit {commits}, {versions(rows[0])}.", "", *head, *filter(None, lines)])
+            )
+    return "\n\n".join(parts) or "No measurement is recorded yet."
+
+
+def headline_line(rows: Sequence[Row], stage: str, shape: str, mode: str) -> str:
+    """A line of `headline`; empty where nothing was measured."""
+    here = sorted((r for r in rows if (r["stage"], r["shape"], r["mode"]) == (stage, shape, mode)), key=lambda row: row["median_us"])
+    ours, peers = ([row for row in here if bool(row.get("peer")) == is_peer] for is_peer in (False, True))
+    if not ours:
+        return ""
+    best = ours[0]
+    peer = us(peers[0]["median_us"]) if peers else ""
+    return _line([f"`{stage}`", SHAPES[shape], mode, us(best["median_us"]), f"`{best['implementation']}`", f"{100 * best['share']:.0f}%", peer])
+
+
 def region(stages: Sequence[str], folder: Path) -> str:
     """The tables of `stages` from every GPU's file in `folder`, or of what was executed; a line that says so where there is none.
 
@@ -77,6 +111,8 @@ def region(stages: Sequence[str], folder: Path) -> str:
     """
     if list(stages) == ["executed"]:
         return executed(folder)
+    if list(stages) == ["headline"]:
+        return headline(folder)
     parts = []
     for stage in stages:
         if stage not in STAGES:
