@@ -179,13 +179,22 @@ def test_static_cache_compiles_once_and_whole() -> None:
 
 def test_generate_compiles_a_static_cache() -> None:
     """What transformers does by itself on a GPU: the decode step compiled, with the padding of a ragged batch."""
-    model, ids = prepare(small_m3()), tokens(2, LENGTH)
+    model, ids = prepare(small_m3(layers=2)), tokens(2, LENGTH)
     mask = torch.ones_like(ids)
     mask[1, :37] = 0
     compiled = CompileConfig(backend="eager", mode=None, fullgraph=True)
     compiled._compile_all_devices = True
     got = greedy(model, ids, mask, 12, cache_implementation="static", compile_config=compiled)
     assert torch.equal(got, greedy(model, ids, mask, 12))
+
+
+def test_chunked_prefill_compiles_too() -> None:
+    """Then even the first call is compiled, which makes the pages: outside the graph."""
+    model, ids = prepare(small_m3(layers=2)), tokens(1, 80)
+    compiled = CompileConfig(backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    got = greedy(model, ids, new=4, cache_implementation="static", prefill_chunk_size=40, compile_config=compiled)
+    assert torch.equal(got, greedy(model, ids, new=4))
 
 
 def test_bf16_is_no_further_from_fp32_than_theirs() -> None:
@@ -297,7 +306,7 @@ def test_refusals() -> None:
     filled = DynamicCache(config=model.config)
     model(ids, past_key_values=filled)
     prepare(model)
-    with pytest.raises(ValueError, match="an empty cache, or one that a prepared model filled, got 40 tokens"):
+    with pytest.raises(ValueError, match="an empty cache, or one that a prepared model filled, got 40 other tokens"):
         model(ids, past_key_values=filled)
     with pytest.raises(ValueError, match="without offloading"):
         model(ids, past_key_values=DynamicCache(config=model.config, offloading=True))
@@ -311,6 +320,9 @@ def test_refusals() -> None:
     model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="expected a batch of 1 as in the cache, got 2"):
         model(tokens(2, 3), past_key_values=cache)
+    moved = torch.zeros(1, 3, 64, device="meta")
+    with pytest.raises(ValueError, match="expected cpu, where prepare found the model, got meta; call prepare again"):
+        model.model.layers[0].self_attn(moved, (moved, moved))
     with pytest.raises(NotImplementedError, match=r"torch\.no_grad"), torch.enable_grad():
         model(ids)
     unprepare(model)

@@ -23,11 +23,17 @@ from m3attn.stages.sparse_attention import sparse_attention
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `prepare` decided for a layer. `previous` is the attention implementation that the model had before."""
+    """What `prepare` decided for a layer.
+
+    Attributes:
+        device: the kind of device that `mode` was resolved for.
+        previous: the attention implementation that the model had before.
+    """
 
     config: M3Config
     mode: AttentionMode
     fp8_pv: bool
+    device: str
     previous: str
 
     def implementation(self, stage: str, step: Step) -> str:
@@ -56,7 +62,7 @@ def attend_paged(
     """`MiniMaxM3VLAttention.forward` in its own arguments (newer transformers say `cache`); returns no attention weights.
 
     Raises:
-        ValueError: attention weights asked for, attention dropout in training, or a mask, cache or batch that does not fit.
+        ValueError: attention weights asked for, attention dropout in training, a model that has moved, or a mask, cache or batch that does not fit.
     """
     settings: Settings = self.m3attn
     if kwargs.get("output_attentions"):
@@ -65,6 +71,10 @@ def attend_paged(
         raise ValueError(f"attention_dropout: expected 0 or model.eval(), got {self.attention_dropout} in training")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask: expected [B, columns], one entry a token, got {list(attention_mask.shape)}")
+    if hidden_states.device.type != settings.device:
+        raise ValueError(
+            f"hidden_states: expected tensors on {settings.device}, where prepare found the model, got {hidden_states.device}; prepare again"
+        )
     batch_size, columns = hidden_states.shape[:2]
     heads = _project(self, hidden_states, position_embeddings)
     past = cache if past_key_values is None else past_key_values

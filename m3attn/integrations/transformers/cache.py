@@ -77,6 +77,7 @@ class PagedLayer(CacheLayerMixin):
             pool.set(self.layer, slots, k, v, index_k)
         return pool.layer(self.layer)
 
+    @torch.compiler.disable
     def _resize(self, num_pages: int, k: torch.Tensor) -> PagedKVPool:
         old, rows = self.pool, self._shared[0].batch_size
         self.pool = self._new_pool(num_pages, k.device, k.dtype, k.shape[1])
@@ -170,18 +171,23 @@ class PagedLayer(CacheLayerMixin):
     prefetch = offload
 
 
-def paged_layer(cache: Any, layer: int, config: M3Config, modes: AttentionMode) -> PagedLayer:
+def paged_layer(cache: Any, layer: int, config: M3Config, mode: AttentionMode) -> PagedLayer:
     """The paged layer of a cache; an empty cache of transformers' becomes a paged one, in place.
 
     Raises:
         TypeError: not a cache that can be replaced.
         ValueError: one that holds tokens already, or is offloaded.
     """
-    layers = getattr(cache, "layers", None)
-    if layers is not None and layer < len(layers) and isinstance(layers[layer], PagedLayer):
-        return layers[layer]
+    layers = getattr(cache, "layers", ())
+    if layer >= len(layers) or not isinstance(layers[layer], PagedLayer):
+        _adopt(cache, config, mode)
+    return cache.layers[layer]
+
+
+@torch.compiler.disable
+def _adopt(cache: Any, config: M3Config, mode: AttentionMode) -> None:
     if not isinstance(cache, Cache) or any(type(own) not in REPLACED for own in cache.layers):
-        kinds = ", ".join(sorted({type(own).__name__ for own in layers})) if layers else "no layers"
+        kinds = ", ".join(sorted({type(own).__name__ for own in getattr(cache, "layers", ())})) or "no layers"
         raise TypeError(
             f"past_key_values: expected a DynamicCache or StaticCache, got {type(cache).__name__} ({kinds}); for fp8 see prepare(kv_cache_dtype=)"
         )
@@ -189,13 +195,10 @@ def paged_layer(cache: Any, layer: int, config: M3Config, modes: AttentionMode) 
         raise ValueError("past_key_values: expected a cache without offloading, got one with it")
     filled = [int(own.get_seq_length()) for own in cache.layers]
     if any(filled):
-        raise ValueError(
-            f"past_key_values: expected an empty cache, or one that a prepared model filled, got {max(filled)} tokens of transformers' own"
-        )
+        raise ValueError(f"past_key_values: expected an empty cache, or one that a prepared model filled, got {max(filled)} other tokens")
     static = [own.max_cache_len for own in cache.layers if isinstance(own, StaticLayer)]
     shared: list[Rows] = []
-    cache.layers[:] = [PagedLayer(number, config, modes, static[0] if static else None, shared) for number in range(config.num_layers)]
-    return cache.layers[layer]
+    cache.layers[:] = [PagedLayer(number, config, mode, static[0] if static else None, shared) for number in range(config.num_layers)]
 
 
 def _runs(pool: PagedKVPool, rows: int) -> list[torch.Tensor]:

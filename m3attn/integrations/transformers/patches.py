@@ -63,8 +63,10 @@ def _settings(
     module: Any, config: M3Config, previous: str, page_size: int, fp8_pv: bool, dtype: torch.dtype | None, options: dict[str, Any]
 ) -> Settings:
     weight = module.q_norm.weight
+    # Weights that accelerate loads for each call are on no device until then: on the GPU, if there is one.
+    arch = arch_of(None if weight.is_meta else weight.device)
     problem = Problem(
-        arch=arch_of(None if weight.is_meta else weight.device),
+        arch=arch,
         num_q_heads=config.num_q_heads,
         num_kv_heads=config.num_kv_heads,
         num_index_heads=0 if module.indexer is None else config.num_index_heads,
@@ -75,7 +77,7 @@ def _settings(
         q_dtype=dtype_name(weight.dtype if dtype is None else dtype),
     )
     mode = resolve_attention_mode(problem, page_size=page_size, **options)
-    return Settings(config, mode, fp8_pv and mode.mode == "fp8", previous)
+    return Settings(config, mode, fp8_pv and mode.mode == "fp8", "cpu" if arch == "cpu" else "cuda", previous)
 
 
 def _set_forward(module: Any, forward: MethodType | None) -> None:
