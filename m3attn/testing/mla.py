@@ -314,7 +314,10 @@ def check_mla_prefill(
     roundings: float = 1.0,
     **options: Any,
 ) -> None:
-    """(out, lse) against fp64, by the bound of `check_sparse_mla`; `roundings` of the output, as merged chunks have."""
+    """(out, lse) against fp64, by the bound of `check_sparse_mla`; `roundings` of the output, as merged chunks have.
+
+    What is rounded on the way is a partial sum, which need not be as small as its total.
+    """
     offsets = (cu_seqlens_q, cu_seqlens_k)
     exact, exact_lse = mla_prefill(q, k, v, *offsets, dtype=torch.float64, **options)
     p_dtype = E4M3 if fp8_pv else torch.float16 if q.dtype == E4M3 else q.dtype
@@ -338,8 +341,9 @@ def check_mla_prefill(
         squares = einsum(weights.square(), values.square(), "t h n, n h d -> t h d").sqrt() * out_scale
         weight_squares = weights.square().sum(-1, keepdim=True).sqrt()
         here = slice(first, last)
+        rounded = exact[here].abs() + squares if roundings > 1 else exact[here]
         out_tolerance[here] = (
-            4 * roundings * rounding(exact[here], out.dtype)
+            4 * roundings * rounding(rounded, out.dtype)
             + 4 * roundings * (unit * squares + floor * values.square().sum(0).sqrt() * out_scale)
             + 8 * logit_error[..., None] * (squares + exact[here].abs() * weight_squares)
         )
