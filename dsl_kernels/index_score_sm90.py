@@ -86,13 +86,14 @@ class IndexScoreSm90:
         mSeqLens: cute.Tensor,  # [B]
         mOffsets: cute.Tensor,  # [B + 1], cu_seqlens_q
         scale: Float32,
-        mQScale: cute.Tensor | None,  # [1] fp32
-        mKScale: cute.Tensor | None,  # [1] fp32
+        mQScale: Any,  # [1] fp32, or None
+        mKScale: Any,  # [1] fp32, or None
         row_begin: Int32,
         row_end: Int32,
         max_seqlen_k: Int32,
         num_blocks: Int32,
         skip_blocks: Int32,  # tiles whose rows all see at most so many blocks need no scores
+        chunk_blocks: Int32,
         num_ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -139,6 +140,7 @@ class IndexScoreSm90:
             max_seqlen_k,
             num_blocks,
             skip_blocks,
+            chunk_blocks,
         ).launch(grid=(num_ctas, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
@@ -156,13 +158,14 @@ class IndexScoreSm90:
         mSeqLens: cute.Tensor,
         mOffsets: cute.Tensor,
         scale: Float32,
-        mQScale: cute.Tensor | None,
-        mKScale: cute.Tensor | None,
+        mQScale: Any,
+        mKScale: Any,
         row_begin: Int32,
         row_end: Int32,
         max_seqlen_k: Int32,
         num_blocks: Int32,
         skip_blocks: Int32,
+        chunk_blocks: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
@@ -189,7 +192,9 @@ class IndexScoreSm90:
         if warp < WARPS - CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(40)
             if warp == 0:
-                self.produce(tma_q, tQ, sQ, tma_k, tK, sK, sItem, q_full, q_empty, k_full, k_empty, mPageTable, rows, num_blocks, skip_blocks)
+                self.produce(
+                    tma_q, tQ, sQ, tma_k, tK, sK, sItem, q_full, q_empty, k_full, k_empty, mPageTable, rows, num_blocks, skip_blocks, chunk_blocks
+                )
             elif cutlass.const_expr(self.fill):
                 self.fill_invisible(mOut, rows, num_blocks, warp - 1)
         else:
@@ -209,18 +214,18 @@ class IndexScoreSm90:
         return request, first_row, tokens, first_position, seq_len, live
 
     @cute.jit
-    def produce(self, tma_q, tQ, sQ, tma_k, tK, sK, sItem, q_full, q_empty, k_full, k_empty, mPageTable, rows, num_blocks, skip_blocks):
+    def produce(self, tma_q, tQ, sQ, tma_k, tK, sK, sItem, q_full, q_empty, k_full, k_empty, mPageTable, rows, num_blocks, skip_blocks, chunk_blocks):
         """One warp: its CTA's items, each a row tile and a run of its blocks, then their loads."""
         lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         num_tiles = rows.num_tiles(self.tokens)
         item, step = Int32(0), Int32(0)
-        for first_block in cutlass.range(0, num_blocks, CHUNK_BLOCKS, unroll=1):
+        for first_block in cutlass.range(0, num_blocks, chunk_blocks, unroll=1):
             total = Int32(0)
             for base in cutlass.range(0, num_tiles, 32, unroll=1):
                 _, _, _, _, _, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
-                total += cutlass.min(cutlass.max(live - first_block, 0), CHUNK_BLOCKS)
+                total += cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks)
             total = cute.arch.warp_reduction_sum(total)
             share = cute.ceil_div(total, num_ctas)
             begin = cutlass.min(cta * share, total)
@@ -228,7 +233,7 @@ class IndexScoreSm90:
             before, base = Int32(0), Int32(0)
             while base < num_tiles and before < end:
                 request, first_row, tokens, first_position, seq_len, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
-                work = cutlass.min(cutlass.max(live - first_block, 0), CHUNK_BLOCKS)
+                work = cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks)
                 up_to = before + index_rows.prefix_sum(work, lane)
                 tile_begin = cutlass.max(begin - (up_to - work), 0)
                 tile_end = cutlass.min(end - (up_to - work), work)
@@ -466,7 +471,7 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
         tensor(Int32, cute.sym_int()),
         Float32(1),
         *scales,
-        *(Int32(0) for _ in range(6)),
+        *(Int32(0) for _ in range(7)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
@@ -512,6 +517,7 @@ def score_rows(call: IndexScoreCall | IndexTopkCall, out: torch.Tensor, row_begi
         batch.max_seqlen_k,
         batch.num_blocks,
         skip_blocks,
+        CHUNK_BLOCKS,
         num_ctas(q.device),
     )
 

@@ -1,0 +1,122 @@
+"""Hopper's selection beyond the matrix: every way of sharing a row, long rows, ties, any strides, slices of a workspace, values out of range."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from needed import need
+
+need("nvidia-cutlass-dsl", "apache-tvm-ffi")
+
+from simulator import simulated
+
+from m3attn.batch import PagedBatch
+from m3attn.calls import IndexTopkCall, SelectBlocksCall
+from m3attn.dsl_kernels import select_blocks_sm90
+from m3attn.dsl_kernels.index_topk_sm90 import index_topk, workspace_bytes
+from m3attn.dsl_kernels.select_blocks_sm90 import bitonic_merge, select_blocks, sorting_network
+from m3attn.reference.index import select_blocks as reference
+from m3attn.scales import UNIT
+from m3attn.testing.cases import SCORE_KINDS, IndexCase, SelectCase, Step
+from m3attn.testing.inputs import index_inputs, select_inputs
+from m3attn.workspace import WorkShape
+
+WIDE = Step("wide", (6, 3), (128 * 260, 128 * 33 + 5), padded_rows=2)
+
+
+def run(
+    scores: torch.Tensor, batch: PagedBatch, out: torch.Tensor, *, topk: int, init_blocks: int, local_blocks: int, **device: object
+) -> torch.Tensor:
+    with simulated(**device):
+        select_blocks(SelectBlocksCall(scores, batch, topk, init_blocks, local_blocks, out))
+    return out
+
+
+def buffer(case: SelectCase) -> torch.Tensor:
+    return torch.full((case.num_heads, case.step.tokens, case.topk), 2**30, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("n", [16, 32, 64])
+def test_networks_sort(n: int) -> None:
+    """By the zero-one principle for sorting, over a sample; over all sequences that rise once and fall once for merging."""
+    draw = random.Random(0)
+    inputs = [(sorting_network, [draw.randint(0, 1) for _ in range(n)]) for _ in range(300)]
+    inputs += [(bitonic_merge, [int(a <= i < b) for i in range(n)]) for a in range(n + 1) for b in range(a, n + 1)]
+    for network, values in inputs:
+        expected = sorted(values, reverse=True)
+        for i, j in network(n):
+            values[i], values[j] = max(values[i], values[j]), min(values[i], values[j])
+        assert values == expected
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16, 32])
+@pytest.mark.parametrize("kind", SCORE_KINDS)
+def test_every_way_of_sharing_a_row(kind: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select_blocks_sm90, "lanes_override", lanes)
+    case = SelectCase(WIDE, num_heads=1, scores=kind)
+    scores, batch, selection = select_inputs(case, "cpu")
+    assert torch.equal(run(scores, batch, buffer(case), **selection, order="random"), reference(scores, batch, **selection))
+
+
+@pytest.mark.parametrize(("topk", "init_blocks", "local_blocks"), [(1, 0, 0), (16, 2, 3), (17, 0, 1), (33, 40, 1), (64, 0, 0), (64, 3, 2)])
+@pytest.mark.parametrize("lanes", [4, 32])
+def test_every_width(topk: int, init_blocks: int, local_blocks: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select_blocks_sm90, "lanes_override", lanes)
+    case = SelectCase(WIDE, num_heads=1, topk=topk, init_blocks=init_blocks, local_blocks=local_blocks, scores="few_values")
+    scores, batch, selection = select_inputs(case, "cpu")
+    assert torch.equal(run(scores, batch, buffer(case), **selection), reference(scores, batch, **selection))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 64, 65, 511, 513, 4_100, 16_384])
+def test_lengths(columns: int) -> None:
+    step = Step(f"columns{columns}", (1, 2), (columns * 16, max(1, columns * 16 - 5)), page_size=16, block_size=16)
+    for kind in ("one_ulp", "few_values"):
+        case = SelectCase(step, num_heads=2, scores=kind)
+        scores, batch, selection = select_inputs(case, "cpu")
+        assert torch.equal(run(scores, batch, buffer(case), **selection), reference(scores, batch, **selection))
+
+
+def test_all_large_scores_in_one_lane() -> None:
+    """What a lane keeps is all that is kept: 16 of 16 from one lane, none from the others."""
+    scores = torch.zeros(1, 1, 512)
+    scores[..., [4 * 32 * group + i for group in range(4) for i in range(4)]] = torch.arange(1.0, 17.0)
+    batch = PagedBatch.from_lengths([1], [512 * 128], torch.zeros(1, 512, dtype=torch.int32))
+    ids = run(scores, batch, torch.zeros(1, 1, 16, dtype=torch.int32), topk=16, init_blocks=0, local_blocks=0)
+    assert ids.flatten().tolist() == [128 * group + i for group in range(4) for i in range(4)]
+
+
+def test_any_strides() -> None:
+    case = SelectCase(WIDE, num_heads=2, scores="garbage_tail")
+    scores, batch, selection = select_inputs(case, "cpu")
+    block_major = torch.empty(scores.shape[2], scores.shape[0], scores.shape[1]).permute(1, 2, 0).copy_(scores)
+    rows = torch.full((case.step.tokens + 3, 2, case.topk), 2**30, dtype=torch.int32)
+    run(block_major, batch, rows[: case.step.tokens].transpose(0, 1), **selection)
+    assert torch.equal(rows[: case.step.tokens].transpose(0, 1), reference(scores, batch, **selection))
+    assert bool((rows[case.step.tokens :] == 2**30).all())
+
+
+@pytest.mark.parametrize(("name", "values"), [("cu_seqlens_q", [6, -3, 2**30]), ("seq_lens", [-1, 2**31 - 1])])
+def test_values_out_of_range_reach_no_memory(name: str, values: list[int]) -> None:
+    case = SelectCase(WIDE, num_heads=1)
+    scores, batch, selection = select_inputs(case, "cpu")
+    batch = dataclasses.replace(batch, **{name: torch.tensor(values, dtype=torch.int32)})
+    ids = run(scores, batch, buffer(case), **selection)
+    assert bool(((ids >= -1) & (ids < batch.num_blocks)).all())
+
+
+@pytest.mark.parametrize("rows", [1, 37, 200])
+def test_slices_of_a_workspace_give_the_same_ids(rows: int) -> None:
+    step = Step("chunk", (70, 30, 1), (1100, 30, 700), padded_rows=1)
+    inputs = index_inputs(IndexCase(step, num_heads=2), "cpu")
+    shape = WorkShape(step.tokens, 3, 32, 2, 2, 128, 3, 70, inputs.batch.max_seqlen_k, 128, rows * 2 * 16 * 4)
+    needed = workspace_bytes(shape)
+    assert needed == min(rows, step.tokens) * 2 * 16 * 4
+    results = []
+    for nbytes in (needed, workspace_bytes(dataclasses.replace(shape, limit=1 << 30))):
+        out = torch.full((2, step.tokens, 3), 2**30, dtype=torch.int32)
+        workspace = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN
+        with simulated():
+            index_topk(IndexTopkCall(inputs.index_q, inputs.cache.index_key(), inputs.batch, 3, 0, 1, UNIT, UNIT, out, workspace))
+        results.append(out)
+    assert torch.equal(*results)
