@@ -43,6 +43,7 @@ class Schedule:
     stages: int
     tiles: int
     splits: int
+    cluster: int
 
 
 settings_override: dict[str, int] = {}
@@ -97,6 +98,7 @@ def _schedule(
     stages = (96 if small else 192) * 1024 // (2 * step_keys * HEAD_DIM * element_size)
     settings = {"key_warps": key_warps, "step_keys": step_keys, "stages": stages} | dict(override)
     forced_splits = settings.pop("splits", None)
+    cluster = settings.pop("cluster", 0)
 
     tiles = -(-max_seqlen_q // tile_tokens) * num_requests
     # Neighbouring drafts share most blocks: a token more brings about one and a half.
@@ -114,7 +116,7 @@ def _schedule(
         return load if splits == 1 else load + MERGE_US + 2 * partial_bytes(splits, tokens, num_q_heads) / PARTIAL_BYTES_PER_US
 
     fitting = [s for s in range(1, min(MAX_SPLITS, steps) + 1) if partial_bytes(s, tokens, num_q_heads) <= limit]
-    return Schedule(tile_tokens, token_rows, **settings, tiles=tiles, splits=forced_splits or min(fitting, key=cost))
+    return Schedule(tile_tokens, token_rows, **settings, tiles=tiles, splits=forced_splits or min(fitting, key=cost), cluster=cluster)
 
 
 def partial_bytes(splits: int, tokens: int, num_q_heads: int) -> int:

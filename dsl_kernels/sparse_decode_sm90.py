@@ -47,6 +47,7 @@ class Variant:
         step_keys: keys of a pipeline step.
         stages: steps in flight.
         split: partial results for `merge_splits`, in place of outputs.
+        cluster: the splits of a tile are a cluster, which joins them through shared memory.
         sink: element type of sink_key, or `none`.
         q_scale, k_scale, v_scale: whether the scale has a tensor.
         aligned: rows of q and out start at multiples of 16 bytes.
@@ -61,6 +62,7 @@ class Variant:
     step_keys: int
     stages: int
     split: bool
+    cluster: bool = False
     lse: bool = False
     sink: str = "none"
     q_scale: bool = False
@@ -171,7 +173,13 @@ class SparseDecode:
             max_seqlen_k,
             splits,
             s_layout,
-        ).launch(grid=(tiles, mIds.shape[0], splits), block=(self.threads, 1, 1), stream=stream, use_pdl=True)
+        ).launch(
+            grid=(tiles, mIds.shape[0], splits),
+            block=(self.threads, 1, 1),
+            cluster=(1, 1, splits) if self.variant.cluster else None,
+            stream=stream,
+            use_pdl=True,
+        )
 
     @cute.kernel
     def kernel(
@@ -254,15 +262,89 @@ class SparseDecode:
                     token, head = row // variant.token_rows, row % variant.token_rows
                     if token < rows.num_tokens and head < group:
                         output, largest, total = self.join_key_warps(sOut, sMax, sSum, row, lane)
+                        token += rows.first_row
                         head += kv_head * group
-                        if const_expr(variant.split):
-                            self.store_partial(output, largest, total, mOut, mLse, split, rows.first_row + token, head, lane)
+                        if const_expr(variant.cluster):
+                            cute.arch.sync_warp()
+                            cute.autovec_copy(output, finish_rows.four(sOut[None, 0, row], lane))
+                            if lane == 0:
+                                sMax[0, row], sSum[0, row] = largest, total
+                        elif const_expr(variant.split):
+                            self.store_partial(output, largest, total, mOut, mLse, split, token, head, lane)
                         else:
-                            sink = None
-                            if const_expr(mSink is not None):
-                                sink = sink_logit(mQ, mSink, rows.first_row + token, head, lane) * q_factor
-                            v_factor = load_scale(v_scale, mVScale)
-                            finish_row(output, largest, total, sink, v_factor, mOut, mLse, rows.first_row + token, head, lane)
+                            self.finish(output, largest, total, mQ, mSink, mOut, mLse, q_factor, v_scale, mVScale, token, head, lane)
+            if const_expr(variant.cluster):
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+                if warp != self.readers:
+                    group = mQ.shape[1] // mIds.shape[0]
+                    q_factor = sm_scale * load_scale(q_scale, mQScale)
+                    for row in cutlass.range(warp * splits + split, self.rows, self.readers * splits, unroll=1):
+                        token, head = row // variant.token_rows, row % variant.token_rows
+                        if token < rows.num_tokens and head < group:
+                            output, largest, total = self.join_splits(self.out_tile(buffer), sMax, sSum, splits, row, lane)
+                            token += rows.first_row
+                            head += kv_head * group
+                            self.finish(output, largest, total, mQ, mSink, mOut, mLse, q_factor, v_scale, mVScale, token, head, lane)
+                # No CTA leaves while another reads its shared memory.
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+
+    @cute.jit
+    def finish(
+        self,
+        output: cute.Tensor,
+        largest: Float32,
+        total: Float32,
+        mQ: cute.Tensor,
+        mSink: Any,
+        mOut: cute.Tensor,
+        mLse: Any,
+        q_factor: Float32,
+        v_scale: Float32,
+        mVScale: Any,
+        row: Int32,
+        head: Int32,
+        lane: Int32,
+    ) -> None:
+        sink = None
+        if const_expr(mSink is not None):
+            sink = sink_logit(mQ, mSink, row, head, lane) * q_factor
+        finish_row(output, largest, total, sink, load_scale(v_scale, mVScale), mOut, mLse, row, head, lane)
+
+    @cute.jit
+    def join_splits(
+        self, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, splits: Int32, row: Int32, lane: Int32
+    ) -> tuple[cute.Tensor, Float32, Float32]:
+        """(sum of p v, four dims a lane; maximum; sum of p) of a row over the cluster's CTAs, in the order of the splits."""
+        largest, total = Float32(MINUS_INF), Float32(0.0)
+        output = cute.make_rmem_tensor(finish_rows.LANE_DIMS, Float32)
+        output.fill(0.0)
+        mine = finish_rows.four(sOut[None, 0, row], lane)
+        for split in cutlass.range(splits, unroll=4):
+            part_max, part_sum = self.peer(sMax[None, row], split, 1)[0], self.peer(sSum[None, row], split, 1)[0]
+            part = self.peer(mine, split, finish_rows.LANE_DIMS)
+            before, largest = largest, cute.arch.fmax(largest, part_max)
+            origin = largest if largest > MINUS_INF else Float32(0.0)
+            keep, weight = cute.math.exp2(before - origin, fastmath=True), cute.math.exp2(part_max - origin, fastmath=True)
+            total = total * keep + part_sum * weight
+            for i in cutlass.range_constexpr(finish_rows.LANE_DIMS):
+                output[i] = output[i] * keep + part[i] * weight
+        return output, largest, total
+
+    def peer(self, shared: cute.Tensor, rank: Int32, size: int) -> cute.Tensor:
+        """What stands at this place in the shared memory of another CTA of the cluster, in registers."""
+        address = cute.arch.map_dsmem_ptr(shared.iterator, rank)
+        registers = cute.make_rmem_tensor(size, Float32)
+        if size == 1:
+            code = "ld.shared::cluster.f32 {$w0}, [{$r0}];"
+            registers[0] = cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[address.toint()])
+        else:
+            code = "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+            values = cute.arch.inline_ptx(code, write_only_types=[Float32] * 4, read_only_args=[address.toint()])
+            for i in range(size):
+                registers[i] = values[i]
+        return registers
 
     @cute.jit
     def find_rows(self, mCuSeqlens: cute.Tensor, mSeqLens: cute.Tensor, num_rows: Int32, request: Int32, part: Int32, max_seqlen_k: Int32) -> RowTile:
@@ -826,7 +908,8 @@ def sparse_decode(call: SparseAttentionCall) -> None:
         tokens=num_rows,
         limit=workspace_limit(),
     )
-    split = schedule.splits > 1
+    cluster = bool(schedule.cluster) and schedule.splits > 1
+    split = schedule.splits > 1 and not cluster
     q, aligned = _bytes_of(call.q), _is_aligned(call.q) and _is_aligned(call.out)
     out, lse, sink_key = call.out, call.lse, call.sink_key
     if split:
@@ -847,6 +930,7 @@ def sparse_decode(call: SparseAttentionCall) -> None:
         schedule.step_keys,
         schedule.stages,
         split,
+        cluster,
         lse is not None and not split,
         "none" if sink_key is None else dtype_name(sink_key.dtype),
         *(scale is not None for scale in scales),
