@@ -27,7 +27,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_config(config: Any) -> Any:
-    config.nav.insert(3, {"Kernels": [f"kernels/{path.stem}.md" for _, path in kernel_files()]})
+    listed = {page for section in config.nav for pages in section.values() for page in pages}
+    others = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in listed]  # a kernel's own page
+    config.nav.insert(3, {"Kernels": [*others, *(f"kernels/{path.stem}.md" for _, path in kernel_files())]})
     return config
 
 
