@@ -134,7 +134,7 @@ def _watched(
         found.append(
             Selection(
                 ids=keep(ids[:, live]),
-                scores=keep(index_score(index_q, cache, part.batch, index_q_scale=layer.index_q_scale)[:, live])
+                scores=keep(index_score(index_q, cache, part.index_batch, index_q_scale=layer.index_q_scale)[:, live])
                 if scores and index_q is not None
                 else None,
                 positions=keep(position[live]),

@@ -204,7 +204,7 @@ class M3Attention(nn.Module):
             self.cos_sin,
             cache,
             slots,
-            slots if with_index else None,
+            plan.index_slots[:tokens] if with_index else None,
             heads=self.heads,
             eps=self.config.norm_eps,
             q_out=q_out,

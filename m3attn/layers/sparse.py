@@ -106,7 +106,7 @@ class M3SparseAttention(M3Attention):
             index_topk(
                 index_q,
                 cache,
-                part.batch,
+                part.index_batch,
                 **options,
                 index_q_scale=self.index_q_scale,
                 out=ids,
@@ -114,7 +114,7 @@ class M3SparseAttention(M3Attention):
                 impl=self._impl("index_topk", part),
             )
             return
-        scores = index_score(index_q, cache, part.batch, index_q_scale=self.index_q_scale, impl=self._impl("index_score", part))
-        chosen = find_rule(self.rule)(scores, part.batch, **options, impl=self._impl("select_blocks", part))
+        scores = index_score(index_q, cache, part.index_batch, index_q_scale=self.index_q_scale, impl=self._impl("index_score", part))
+        chosen = find_rule(self.rule)(scores, part.index_batch, **options, impl=self._impl("select_blocks", part))
         own = self.ranges.own_index
         ids.copy_(chosen[own.start : own.stop])

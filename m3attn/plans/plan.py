@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -39,12 +39,14 @@ class PlanPart:
     Attributes:
         name: `decode` or `prefill`, as the capacity was given.
         batch: these rows' requests, in buffers of fixed shape; requests not in use have length 0.
+        index_batch: the same requests over the pages of the index cache; `batch` itself where both caches have the same pages.
         requests: [B] int32, which request of the caller each is; -1 where not in use.
         start, rows: the part's place in part order.
     """
 
     name: str
     batch: PagedBatch
+    index_batch: PagedBatch
     requests: torch.Tensor
     start: int
     rows: int
@@ -63,7 +65,8 @@ class StepPlan:
     Attributes:
         parts: one or two `PlanPart`.
         tokens: token rows of a step, padding included; layers take up to so many rows in a plan of one part, exactly so many in a split one.
-        positions, slots: [tokens] int64; -1 for padding, which normalises to zero and writes no cache.
+        positions, slots, index_slots: [tokens] int64; -1 for padding, which normalises to zero and writes no cache. `index_slots` is `slots` where
+            both caches have the same pages.
         token_to_request: [tokens] int32, the caller's request of each row; -1 for padding.
         part_rows, token_rows: [tokens] int64, the token row of each part row and back; None in a plan of one part.
         ids: [Hkv, tokens, K] int32 in part order, the one buffer that indexers write and attention reads; None without index heads.
@@ -76,7 +79,8 @@ class StepPlan:
         max_seqlen_k: the most tokens of a request, those of the step included.
         decode, prefill: capacities; at least one.
         topk, block_size: of the sparse layers.
-        num_pages: pages of the cache, to check page ids that the host can see; None: not checked.
+        num_pages, num_index_pages: pages of the caches, to check page ids that the host can see; None: not checked.
+        own_index_pages: the index cache has a page table of its own, which `update` takes too.
         device: of every buffer.
 
     Raises:
@@ -94,9 +98,12 @@ class StepPlan:
         topk: int = 16,
         block_size: int = 128,
         num_pages: int | None = None,
+        num_index_pages: int | None = None,
+        own_index_pages: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        self.heads, self.mode, self.topk, self.num_pages = HeadCounts(*heads), mode, topk, num_pages
+        self.heads, self.mode, self.topk, self.num_pages, self.num_index_pages = HeadCounts(*heads), mode, topk, num_pages, num_index_pages
+        self.own_index_pages = own_index_pages
         self.max_seqlen_k, self.page_size, self.block_size = max_seqlen_k, mode.page_size, block_size
         # Through a tensor: "cuda" becomes the current GPU by number, as tensors name it.
         self.device = torch.empty(0, device=device).device
@@ -104,12 +111,15 @@ class StepPlan:
         if not capacities:
             raise ValueError("decode, prefill: expected at least one capacity, got None for both")
         check_int("max_seqlen_k", max_seqlen_k, 1)
+        if own_index_pages and not self.heads.index:
+            raise ValueError("own_index_pages: expected False in a plan for dense layers, got True")
         if decode is not None and prefill is not None and decode.max_seqlen_q > DECODE_MAX_SEQLEN_Q:
             raise ValueError(f"decode.max_seqlen_q: expected at most {DECODE_MAX_SEQLEN_Q} in a split plan, got {decode.max_seqlen_q}")
         self.tokens = sum(c.tokens for c in capacities.values())
         self.parts = tuple(self._parts(capacities))
         self.positions = self._full(self.tokens, torch.int64)
         self.slots = self._full(self.tokens, torch.int64)
+        self.index_slots = self._full(self.tokens, torch.int64) if own_index_pages else self.slots
         self.token_to_request = self._full(self.tokens, torch.int32)
         self.part_rows = self.token_rows = None
         if len(self.parts) == 2:
@@ -131,7 +141,7 @@ class StepPlan:
             layers: `M3SparseAttention` and `M3DenseAttention`.
             caches: a `LayerCache` for each, for example a pool's.
             max_seqlen_k: as in the plan.
-            options: `decode`, `prefill`, `device` (default: the layers').
+            options: `decode`, `prefill`, `own_index_pages`, `device` (default: the layers').
 
         Raises:
             TypeError, ValueError: a layer or cache that does not fit, by its number.
@@ -141,7 +151,8 @@ class StepPlan:
             raise ValueError(f"caches: expected one cache for each of at least one layer, got {len(layers)} layers and {len(caches)} caches")
         first = max(layers, key=lambda layer: layer.heads.index)
         config, pages = first.config, min(cache.key_value()[0].shape[0] for cache in caches)
-        options = {"device": first.device, "num_pages": pages} | options
+        index_pages = min((cache.index_k.shape[0] for cache in caches if cache.index_k is not None), default=None)
+        options = {"device": first.device, "num_pages": pages, "num_index_pages": index_pages} | options
         plan = cls(first.heads, first.mode, max_seqlen_k, topk=config.topk, block_size=config.block_size, **options)
         for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             try:
@@ -166,7 +177,8 @@ class StepPlan:
                 block_size=self.block_size,
             )
             check_batch(batch, self.device, sparse=self.heads.index > 0)
-            yield PlanPart(name, batch, self._full(capacity.requests, torch.int32), start, capacity.tokens)
+            index_batch = replace(batch, page_table=torch.zeros_like(batch.page_table)) if self.own_index_pages else batch
+            yield PlanPart(name, batch, index_batch, self._full(capacity.requests, torch.int32), start, capacity.tokens)
             start += capacity.tokens
 
     def _workspace_bytes(self, part: PlanPart) -> int:
@@ -199,14 +211,16 @@ class StepPlan:
             index = check_index_key(cache, self.parts[0].batch, self.device)
             if index.shape[2] != HEAD_DIM:
                 raise ValueError(f"cache.index_k: expected index dim {HEAD_DIM}, got {index.shape[2]}")
-            if index.shape[0] < key.shape[0]:
+            if not self.own_index_pages and index.shape[0] < key.shape[0]:
                 raise ValueError(f"cache.index_k: expected the {key.shape[0]} pages of cache.k, got {index.shape[0]}")
+            if self.own_index_pages and self.num_index_pages is not None and index.shape[0] < self.num_index_pages:
+                raise ValueError(f"cache.index_k: expected at least the plan's {self.num_index_pages} pages, got {index.shape[0]}")
             formats.append(("cache.index_k", index, self.mode.index_dtype))
         for name, tensor, want in formats:
             if dtype_name(tensor.dtype) != want:
                 raise TypeError(f"{name}: expected {want} (mode {self.mode.mode}), got {dtype_name(tensor.dtype)}")
 
-    def update(self, q_lens: Sequence[int], seq_lens: Sequence[int], page_table: PageTable) -> None:
+    def update(self, q_lens: Sequence[int], seq_lens: Sequence[int], page_table: PageTable, index_page_table: PageTable | None = None) -> None:
         """Describe the next step: write contents, in place, after everything was checked.
 
         Rows of the step are the requests' queries in the order given, padding after them. A request with q_len 0 takes no row.
@@ -214,20 +228,29 @@ class StepPlan:
         Args:
             q_lens, seq_lens: host lengths, one a request; seq_len includes the step's own tokens.
             page_table: [B, pages] int32 or int64 on any device, or a list of page ids a request.
+            index_page_table: the index cache's, likewise, for a plan with `own_index_pages`.
 
         Raises:
             ValueError: lengths, requests, tokens or pages beyond the plan's capacities; nothing has been written then.
         """
         q_lens, seq_lens = [int(n) for n in q_lens], [int(n) for n in seq_lens]
-        table = self._checked_table(q_lens, seq_lens, page_table)
+        needed = self._checked_lengths(q_lens, seq_lens)
+        table = self._checked_table("page_table", page_table, needed, self.num_pages)
+        if (index_page_table is not None) != self.own_index_pages:
+            raise ValueError(f"index_page_table: expected {'one' if self.own_index_pages else 'None'}, as the plan was built, got the other")
+        index_table = None if index_page_table is None else self._checked_table("index_page_table", index_page_table, needed, self.num_index_pages)
         members = self._assign(q_lens)
         for part, numbers in zip(self.parts, members, strict=True):
-            self._write(part, [q_lens[b] for b in numbers], [seq_lens[b] for b in numbers], numbers, table)
+            self._write(part, [q_lens[b] for b in numbers], [seq_lens[b] for b in numbers], numbers)
+            _write_pages(part.batch, numbers, table)
+            if index_table is not None:
+                _write_pages(part.index_batch, numbers, index_table)
         if self.token_rows is not None and self.part_rows is not None:
             self._write_order(q_lens, members)
         self.refresh()
 
-    def _checked_table(self, q_lens: list[int], seq_lens: list[int], page_table: PageTable) -> torch.Tensor:
+    def _checked_lengths(self, q_lens: list[int], seq_lens: list[int]) -> list[int]:
+        """Pages that each request has tokens in."""
         if len(q_lens) != len(seq_lens):
             raise ValueError(f"q_lens and seq_lens: expected equal lengths, got {len(q_lens)} and {len(seq_lens)}")
         for name, lens in (("q_lens", q_lens), ("seq_lens", seq_lens)):
@@ -237,23 +260,26 @@ class StepPlan:
         longest = max(seq_lens, default=0)
         if longest > self.max_seqlen_k:
             raise ValueError(f"seq_lens: expected at most the plan's max_seqlen_k {self.max_seqlen_k}, got {longest}")
-        needed = [-(-n // self.page_size) for n in seq_lens]
+        return [-(-n // self.page_size) for n in seq_lens]
+
+    @staticmethod
+    def _checked_table(name: str, page_table: PageTable, needed: list[int], num_pages: int | None) -> torch.Tensor:
+        width, requests = max(needed, default=0), len(needed)
         if not isinstance(page_table, torch.Tensor):
             short = next((b for b, pages in enumerate(page_table) if b < len(needed) and len(pages) < needed[b]), None)
             if short is not None:
-                raise ValueError(f"page_table: expected {needed[short]} pages for request {short}, got {len(page_table[short])}")
-            width = max(needed, default=0)
+                raise ValueError(f"{name}: expected {needed[short]} pages for request {short}, got {len(page_table[short])}")
             rows = [[*pages[:width], *[0] * (width - len(pages))] for pages in page_table]
             page_table = torch.tensor(rows, dtype=torch.int32).reshape(len(rows), width)
-        if page_table.dim() != 2 or page_table.shape[0] != len(q_lens) or page_table.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"page_table: expected [{len(q_lens)}, pages] int32 or int64, got {list(page_table.shape)} {page_table.dtype}")
-        if page_table.shape[1] < max(needed, default=0):
-            raise ValueError(f"page_table: expected at least {max(needed)} columns for {longest} tokens, got {page_table.shape[1]}")
-        if page_table.device.type == "cpu" and self.num_pages is not None and needed:
+        if page_table.dim() != 2 or page_table.shape[0] != requests or page_table.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name}: expected [{requests}, pages] int32 or int64, got {list(page_table.shape)} {page_table.dtype}")
+        if page_table.shape[1] < width:
+            raise ValueError(f"{name}: expected at least {width} columns for the longest request, got {page_table.shape[1]}")
+        if page_table.device.type == "cpu" and num_pages is not None and needed:
             live = torch.arange(page_table.shape[1])[None, :] < torch.tensor(needed)[:, None]
-            bad_pages = page_table[live & ((page_table < 0) | (page_table >= self.num_pages))]
+            bad_pages = page_table[live & ((page_table < 0) | (page_table >= num_pages))]
             if bad_pages.numel():
-                raise ValueError(f"page_table: expected page ids from 0 to {self.num_pages - 1}, got {bad_pages[0].item()}")
+                raise ValueError(f"{name}: expected page ids from 0 to {num_pages - 1}, got {bad_pages[0].item()}")
         return page_table
 
     def _assign(self, q_lens: list[int]) -> list[list[int]]:
@@ -278,15 +304,12 @@ class StepPlan:
                 raise ValueError(f"q_lens: expected at most {part.rows} tokens in the {part.name} part, got {total}")
         return members
 
-    def _write(self, part: PlanPart, q_lens: list[int], seq_lens: list[int], numbers: list[int], table: torch.Tensor) -> None:
+    def _write(self, part: PlanPart, q_lens: list[int], seq_lens: list[int], numbers: list[int]) -> None:
         batch, spare = part.batch, part.batch.num_requests - len(numbers)
         offsets = [0, *accumulate(q_lens)]
         batch.seq_lens.copy_(torch.tensor(seq_lens + [0] * spare, dtype=torch.int32))
         batch.cu_seqlens_q.copy_(torch.tensor(offsets + [offsets[-1]] * spare, dtype=torch.int32))
         part.requests.copy_(torch.tensor(numbers + [-1] * spare, dtype=torch.int32))
-        width = min(table.shape[1], batch.page_table.shape[1])
-        rows = table if len(numbers) == table.shape[0] else table[torch.tensor(numbers, dtype=torch.int64, device=table.device)]
-        batch.page_table[: len(numbers), :width].copy_(rows[:, :width])
 
     def _write_order(self, q_lens: list[int], members: list[list[int]]) -> None:
         first = [0, *accumulate(q_lens)]
@@ -305,7 +328,8 @@ class StepPlan:
         `update` does this; call it yourself after writing a part's `page_table`, `seq_lens` or `cu_seqlens_q` on the device.
         """
         located = [_locate(part) for part in self.parts]
-        for buffer, columns in zip((self.positions, self.slots, self.token_to_request), zip(*located, strict=True), strict=True):
+        buffers = [self.positions, self.token_to_request, self.slots, *([self.index_slots] if self.own_index_pages else [])]
+        for buffer, columns in zip(buffers, zip(*located, strict=True), strict=True):
             if self.token_rows is None:
                 buffer.copy_(columns[0])
             else:
@@ -353,8 +377,15 @@ class StepPlan:
         return self.workspace if rows == part.rows else None
 
 
-def _locate(part: PlanPart) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Position, slot and caller's request of each of a part's rows; -1 for padding and for queries before a request's start."""
+def _write_pages(batch: PagedBatch, numbers: list[int], table: torch.Tensor) -> None:
+    width = min(table.shape[1], batch.page_table.shape[1])
+    rows = table if len(numbers) == table.shape[0] else table[torch.tensor(numbers, dtype=torch.int64, device=table.device)]
+    batch.page_table[: len(numbers), :width].copy_(rows[:, :width])
+
+
+def _locate(part: PlanPart) -> tuple[torch.Tensor, ...]:
+    """Position, caller's request, slot and (of a cache with own pages) index slot of each of a part's rows; -1 for padding and for queries before
+    a request's start."""
     batch = part.batch
     row = torch.arange(part.rows, dtype=torch.int32, device=batch.seq_lens.device)
     offsets, last = batch.cu_seqlens_q, batch.num_requests - 1
@@ -362,9 +393,10 @@ def _locate(part: PlanPart) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     position = batch.seq_lens[request] - offsets[request + 1] + row
     live = (row < offsets[-1]) & (position >= 0)
     page = (position // batch.page_size).clamp(0, batch.page_table.shape[1] - 1).long()
-    slot = batch.page_table[request, page].long() * batch.page_size + position % batch.page_size
+    tables = [batch.page_table, *([part.index_batch.page_table] if part.index_batch is not batch else [])]
+    slots = [table[request, page].long() * batch.page_size + position % batch.page_size for table in tables]
     return (
         torch.where(live, position, -1).long(),
-        torch.where(live, slot, -1),
         torch.where(row < offsets[-1], part.requests[request], -1),
+        *(torch.where(live, slot, -1) for slot in slots),
     )

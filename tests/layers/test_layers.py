@@ -67,6 +67,21 @@ def test_chunked_mixed_steps_equal_the_whole_sequence(kind: str, capacities: dic
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("capacities", [SPLIT, WHOLE], ids=["split", "whole"])
+def test_index_keys_may_lie_on_other_pages(capacities: dict[str, PlanCapacity]) -> None:
+    layer = build("sparse")
+    outputs = []
+    for own in (False, True):
+        cache, twin = make_cache(layer, PAGES), make_cache(layer, PAGES + 7)
+        cache = LayerCache(kv=cache.kv, index_k=twin.index_k if own else cache.index_k)
+        plan = StepPlan.for_layers([layer], [cache], 128, own_index_pages=own, **capacities)
+        if own:
+            update = plan.update
+            plan.update = lambda q_lens, seq_lens, table, update=update: update(q_lens, seq_lens, table, table.flip(1) + 7)
+        outputs.append(run_steps(layer, plan, cache, REQUESTS))
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
 def test_the_selection_matters_in_these_tests() -> None:
     weights = hf_weights(CONFIG, sparse=True)
     sparse, dense = (oracle(REQUESTS[0], weights, CONFIG, sparse=s) for s in (True, False))

@@ -84,7 +84,7 @@ def test_what_the_decode_part_has_no_room_for_is_prefill() -> None:
         ((1,) * 6, (3,) * 6, TABLE.repeat(2, 1)[:6], "q_lens: expected at most 2 requests in the prefill part, got 3"),
         ((11,), (30,), TABLE[:1], "q_lens: expected at most max_seqlen_q 10 in the prefill part, got 11"),
         ((10, 3), (30, 30), TABLE[:2], "q_lens: expected at most 12 tokens in the prefill part, got 13"),
-        ((1,), (40,), TABLE[:1, :2], "page_table: expected at least 3 columns for 40 tokens, got 2"),
+        ((1,), (40,), TABLE[:1, :2], "page_table: expected at least 3 columns for the longest request, got 2"),
         ((1,), (40,), [[1, 2]], "page_table: expected 3 pages for request 0, got 2"),
         ((1,), (20,), [[1, 32]], "page_table: expected page ids from 0 to 31, got 32"),
         ((1,), (20,), TABLE, r"page_table: expected \[1, pages\] int32 or int64, got \[4, 8\]"),
@@ -235,3 +235,34 @@ def test_refresh_compiles_without_a_graph_break(capacities: dict[str, PlanCapaci
     plan.slots.fill_(-5)
     torch.compile(lambda: plan.refresh(), backend="aot_eager", fullgraph=True)()
     assert torch.equal(plan.slots, slots)
+
+
+def test_an_index_cache_with_pages_of_its_own() -> None:
+    """Slots and tables of both caches, in place, in split and whole plans; wrong use is refused before anything is written."""
+    for capacities in (SPLIT, WHOLE):
+        plan = make_plan(own_index_pages=True, num_index_pages=50, **capacities)
+        index_table = TABLE + 18
+        plan.update((7, 1, 2, 4), (40, 33, 2, 4), TABLE, index_table)
+        assert torch.equal(plan.index_slots, torch.where(plan.slots < 0, -1, plan.slots + 18 * SIZE))
+        for part in plan.parts:
+            live = part.batch.seq_lens > 0
+            assert torch.equal(part.index_batch.page_table[live], part.batch.page_table[live] + 18)
+            assert part.index_batch.seq_lens is part.batch.seq_lens
+        before = {name: t.clone() for name, t in tensors(plan).items()}
+        for table, message in (
+            (None, "index_page_table: expected one, as the plan was built"),
+            (index_table + 1, "index_page_table: expected page ids from 0 to 49, got 50"),
+            ([[1], [2]], r"index_page_table: expected 3 pages for request 0, got 1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                plan.update((1, 1), (40, 20), TABLE[:2], table if table is None or isinstance(table, list) else table[:2])
+            assert all(torch.equal(t, before[name]) for name, t in tensors(plan).items())
+    shared = make_plan(**WHOLE)
+    assert shared.index_slots is shared.slots and shared.parts[0].index_batch is shared.parts[0].batch
+    with pytest.raises(ValueError, match="index_page_table: expected None, as the plan was built"):
+        shared.update((1,), (1,), TABLE[:1], TABLE[:1])
+    with pytest.raises(ValueError, match="own_index_pages: expected False in a plan for dense layers"):
+        StepPlan((4, 2, 0), LAYER.mode, 64, prefill=PlanCapacity(1, 1, 1), own_index_pages=True)
+    few = LayerCache(kv=torch.zeros(32, 2, SIZE, 256, dtype=torch.bfloat16), index_k=torch.zeros(49, SIZE, 128, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"cache\.index_k: expected at least the plan's 50 pages, got 49"):
+        make_plan(own_index_pages=True, num_index_pages=50, **WHOLE).check_cache(few, sparse=True)
