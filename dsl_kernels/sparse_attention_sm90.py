@@ -16,6 +16,7 @@ from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import sparse_prefill_by_block_sm90 as by_block
 from m3attn.dsl_kernels.sparse_decode_sm90 import decode_workspace_bytes, sparse_decode
+from m3attn.dsl_kernels.sparse_prefill_by_block_sm90 import attend_by_block
 from m3attn.dsl_kernels.sparse_prefill_sm90 import sparse_prefill
 from m3attn.dtypes import dtype_name, is_fp8
 from m3attn.workspace import WorkShape, carve, workspace_limit
@@ -147,7 +148,7 @@ def _attend(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, batch: 
     fitted = replace(plan.by_block, num_kv_heads=k.shape[1])
     scratch = by_block.Scratch.carve(call.workspace, fitted, call.out.dtype)
     sparse_prefill(call, k, v, batch, kv_heads, scratch.counter, scratch.deferred)
-    by_block.attend_by_block(call, k, v, batch, kv_heads, fitted, scratch)
+    attend_by_block(call, k, v, batch, kv_heads, fitted, scratch)
 
 
 def check_pool(argument: str, tensor: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ NO_PICK = -1
 class Entry:
     """Words of what the producer says with each block it loads."""
 
-    BEGIN, COUNT, KV_HEAD, BLOCK, ENDS = range(5)
+    COUNT, KV_HEAD, BLOCK, ENDS = range(4)
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
         sRows = smem.allocate_tensor(cutlass.Uint8, cute.make_layout((HALF_ROWS * self.row_bytes, 2)), 1024)  # [bytes, halves]
         sEntry = smem.allocate_tensor(Int32, cute.make_layout((8, self.stages)), 16)
+        sPicks = smem.allocate_tensor(Int32, cute.make_layout((ITEM_PICKS, 2, self.stages)), 16)  # (pick, keys that its row sees)
         barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(4 * self.stages + 1), 8).iterator
         keys = Ring(barriers, barriers + self.stages, self.stages)
         values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
@@ -195,7 +196,9 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                         v_pages,
                         mPageTable,
                         mSeqLens,
+                        mDeferred,
                         mItems,
+                        mPicks,
                         mCounters,
                         work,
                         end_work,
@@ -207,6 +210,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                         sK,
                         sV,
                         sEntry,
+                        sPicks,
                         keys,
                         values,
                         last_page,
@@ -218,7 +222,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                 if const_expr(mKScale is not None):
                     key_scale *= mKScale[0]
                 self.consume_items(
-                    mQ, mDeferred, mPicks, mPartOut, mPartLse, key_scale, qk_mma, pv_mma, sK, sV, sRows, sEntry, keys, values, which, warp // 4 - 1
+                    mQ, mPartOut, mPartLse, key_scale, qk_mma, pv_mma, sK, sV, sRows, sEntry, sPicks, keys, values, which, warp // 4 - 1
                 )
 
     @cute.jit
@@ -228,7 +232,9 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         v_pages: cute.Tensor,
         mPageTable: cute.Tensor,
         mSeqLens: cute.Tensor,
+        mDeferred: cute.Tensor,
         mItems: cute.Tensor,
+        mPicks: cute.Tensor,
         mCounters: cute.Tensor,
         work: Int32,
         end_work: Int32,
@@ -240,6 +246,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         sK: cute.Tensor,
         sV: cute.Tensor,
         sEntry: cute.Tensor,
+        sPicks: cute.Tensor,
         keys: Ring,
         values: Ring,
         last_page: cute.Pointer,
@@ -263,11 +270,21 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
             kv_head = key // num_blocks // num_requests % num_kv_heads
             page = self.page_of(mPageTable, request, block, mPageTable.shape[1], k_pages.shape[3])
             num_keys = self.clamp(mSeqLens[request], 0, max_seqlen_k) - block * BLOCK
+            begin, picks = mItems[work, Item.BEGIN], mItems[work, Item.COUNT]
+            rPicks = cute.make_rmem_tensor((ITEM_PICKS // 32, 2), Int32)
+            for i in cutlass.range_constexpr(ITEM_PICKS // 32):
+                pick, visible = Int32(NO_PICK), Int32(0)
+                if lane + 32 * i < picks:
+                    pick = mPicks[begin + lane + 32 * i]
+                    visible = mDeferred[kv_head, pick >> ENTRY_BITS, 1]
+                rPicks[i, 0], rPicks[i, 1] = pick, visible
             stage = keys.stage(count)
             keys.wait_empty(count)
+            for i in cutlass.range_constexpr(ITEM_PICKS // 32):
+                for word in cutlass.range_constexpr(2):
+                    sPicks[lane + 32 * i, word, stage] = rPicks[i, word]
             if lane == 0:
-                sEntry[Entry.BEGIN, stage] = mItems[work, Item.BEGIN]
-                sEntry[Entry.COUNT, stage] = mItems[work, Item.COUNT]
+                sEntry[Entry.COUNT, stage] = picks
                 sEntry[Entry.KV_HEAD, stage] = kv_head
                 sEntry[Entry.BLOCK, stage] = block
                 sEntry[Entry.ENDS, stage] = Int32(next_work >= end_work)
@@ -283,8 +300,6 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
     def consume_items(
         self,
         mQ: cute.Tensor,
-        mDeferred: cute.Tensor,
-        mPicks: cute.Tensor,
         mPartOut: cute.Tensor,
         mPartLse: cute.Tensor,
         key_scale: Float32,
@@ -294,6 +309,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         sV: cute.Tensor,
         sRows: cute.Tensor,
         sEntry: cute.Tensor,
+        sPicks: cute.Tensor,
         keys: Ring,
         values: Ring,
         which: Int32,
@@ -318,11 +334,11 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         while has_items:
             keys.wait_full(count)
             stage = keys.stage(count)
-            begin, picks, kv_head, block, ends = (
-                cute.arch.make_warp_uniform(sEntry[field, stage]) for field in (Entry.BEGIN, Entry.COUNT, Entry.KV_HEAD, Entry.BLOCK, Entry.ENDS)
+            picks, kv_head, block, ends = (
+                cute.arch.make_warp_uniform(sEntry[field, stage]) for field in (Entry.COUNT, Entry.KV_HEAD, Entry.BLOCK, Entry.ENDS)
             )
             group = half
-            self.read_picks(mQ, mDeferred, mPicks, rChunks, rPick, rVisible, begin, group, picks, kv_head)
+            self.read_picks(mQ, sPicks, rChunks, rPick, rVisible, group, picks, stage, kv_head)
             values.wait_full(count)
             while group * picks_of_group < picks:
                 self.store_queries(rChunks, half_pointer)
@@ -335,7 +351,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                     tuple(Int32(1) if pick[r] != NO_PICK else Int32(0) for r in range(2)),
                     tuple(Int32(rVisible[r]) for r in range(2)),
                 )
-                self.read_picks(mQ, mDeferred, mPicks, rChunks, rPick, rVisible, begin, group + 2, picks, kv_head)
+                self.read_picks(mQ, sPicks, rChunks, rPick, rVisible, group + 2, picks, stage, kv_head)
                 rO.fill(0.0)
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
@@ -354,14 +370,13 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
     def read_picks(
         self,
         mQ: cute.Tensor,
-        mDeferred: cute.Tensor,
-        mPicks: cute.Tensor,
+        sPicks: cute.Tensor,
         rChunks: cute.Tensor,
         rPick: cute.Tensor,
         rVisible: cute.Tensor,
-        begin: Int32,
         group: Int32,
         picks: Int32,
+        stage: Int32,
         kv_head: Int32,
     ):
         """A group's queries into registers; NO_PICK and zeros past the last."""
@@ -372,8 +387,8 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
             index = group * tile.half_tokens + token
             pick, visible = Int32(NO_PICK), Int32(0)
             if token < tile.half_tokens and index < picks:
-                pick = mPicks[begin + index]
-                visible = mDeferred[kv_head, pick >> ENTRY_BITS, 1]
+                pick = sPicks[index, 0, stage]
+                visible = sPicks[index, 1, stage]
             rPick[r] = pick
             rVisible[r] = visible
         per_row = self.head_dim * self.qk_dtype.width // 128

@@ -1,0 +1,129 @@
+"""The part of the Hopper prefill that goes block by block: lists turned round, partial outputs, slices; and which tiles are left to it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from needed import need
+
+need("nvidia-cutlass-dsl", "apache-tvm-ffi")
+
+from simulator import ORDERS, simulated
+from test_sparse_prefill import BASE, LONG, RAGGED, call_of
+
+from m3attn.calls import SparseAttentionCall
+from m3attn.dsl_kernels import block_lists_sm90, sparse_attention_sm90, sparse_prefill_by_block_sm90, sparse_prefill_sm90
+from m3attn.dsl_kernels.sparse_attention_sm90 import sparse_attention, workspace_bytes
+from m3attn.dsl_kernels.sparse_prefill_by_block_sm90 import Plan
+from m3attn.testing.bounds import attention_bound
+from m3attn.testing.cases import AttentionCase
+from m3attn.testing.inputs import AttentionInputs, attention_inputs
+from m3attn.workspace import WorkShape
+
+M3 = dict(num_q_heads=64, num_kv_heads=4, head_dim=128, topk=16, num_requests=1)
+
+
+def with_workspace(call: SparseAttentionCall, limit: int) -> SparseAttentionCall:
+    batch, (tokens, num_q_heads, head_dim) = call.batch, call.q.shape
+    lengths = batch.max_seqlen_q, batch.max_seqlen_k, batch.block_size
+    shape = WorkShape(tokens, batch.num_requests, num_q_heads, call.k.shape[1], 0, head_dim, call.ids.shape[2], *lengths, limit, "bf16")
+    return replace(call, workspace=torch.full((workspace_bytes(shape),), 0xFF, dtype=torch.uint8))
+
+
+def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.MonkeyPatch, sm_scale: float | None = None) -> list[int]:
+    """Checks every order; returns how many (row, KV head) pairs were deferred, by order."""
+    counts = []
+
+    def counted(*arguments: object) -> None:
+        counts.append(int((arguments[-1].deferred[..., 0] >= 0).sum()))
+        sparse_prefill_by_block_sm90.attend_by_block(*arguments)
+
+    monkeypatch.setattr(sparse_prefill_by_block_sm90, "MIN_ROWS", 1)
+    monkeypatch.setattr(sparse_prefill_by_block_sm90, "num_sms", lambda device: 3)
+    monkeypatch.setattr(sparse_attention_sm90, "workspace_limit", lambda: limit)
+    monkeypatch.setattr(sparse_attention_sm90, "attend_by_block", counted)
+    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options)
+    results = []
+    for order in ORDERS:
+        call = with_workspace(call_of(inputs, sm_scale=sm_scale), limit)
+        with simulated(order, seed=5):
+            sparse_attention(call)
+        bound.check(call.out, call.lse)
+        results.append((call.out, call.lse))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    return counts
+
+
+@pytest.mark.parametrize(
+    "case,limit,sm_scale",
+    [
+        (replace(BASE, num_q_heads=32, num_kv_heads=2), 3_000_000, None),  # four slices
+        (replace(BASE, num_q_heads=6, topk=5, ids="scattered"), 1 << 30, -0.2),
+    ],
+    ids=["slices", "padded_group"],
+)
+def test_every_tile_deferred(case: AttentionCase, limit: int, sm_scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_prefill_sm90, "DEFERRED_SHARE", 0.0)
+    inputs = attention_inputs(case, "cpu")
+    empty = RAGGED.padded_rows * case.num_kv_heads
+    assert deferred_rows(inputs, limit, monkeypatch, sm_scale) == [inputs.q.shape[0] * case.num_kv_heads - empty] * len(ORDERS)
+
+
+def test_tiles_whose_tokens_share_few_blocks_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tile of eight tokens selects one list, the second eight that have only the own block in common, the third one list again."""
+    inputs = attention_inputs(replace(BASE, step=LONG, topk=2, ids="ascending"), "cpu")
+    assert inputs.ids is not None
+    inputs.ids[0, :, 0], inputs.ids[0, :, 1] = 3, 11
+    inputs.ids[0, 8:16, 0] = torch.arange(8)
+    monkeypatch.setattr(sparse_prefill_sm90, "DEFERRED_SHARE", 0.4)
+    assert deferred_rows(inputs, 1 << 30, monkeypatch) == [8] * len(ORDERS)
+
+
+def test_a_plan_fits_its_limit() -> None:
+    for tokens, blocks in ((8192, 64), (32768, 256), (8192, 1024)):
+        plan = Plan.of(tokens, **M3, num_blocks=blocks, limit=1 << 30)
+        assert plan is not None and plan.nbytes <= 1 << 30
+        assert plan.slices * plan.slice_rows >= tokens > (plan.slices - 1) * plan.slice_rows
+        assert plan.slices == math.ceil(tokens * 4 * 16 * 16 * 260 / (1 << 30))
+    assert Plan.of(2047, **M3, num_blocks=64, limit=1 << 30) is None  # not worth it
+    assert Plan.of(8192, **M3, num_blocks=64, limit=1 << 20) is None
+    assert Plan.of(8192, **(M3 | {"num_requests": 64}), num_blocks=1024, limit=1 << 30) is None
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_lists_turned_round(order: str) -> None:
+    heads, rows, topk, requests, blocks, slice_rows, item_picks = 2, 300, 7, 2, 9, 100, 4
+    slices = 3
+    gen = torch.Generator().manual_seed(1)
+    ids = torch.rand(heads, rows, 14, generator=gen).argsort(dim=-1)[..., :topk].int() - 2  # some out of range
+    request = (torch.arange(rows) >= 130).expand(heads, rows).int()
+    request = torch.where(torch.rand(heads, rows, generator=gen) < 0.6, request, -1)
+    deferred = torch.stack([request, torch.randint(0, blocks * 128 + 1, (heads, rows), generator=gen)], dim=-1).int()
+    keys = slices * heads * requests * blocks
+    counts, cursors, slice_items = (torch.zeros(n, dtype=torch.int32) for n in (keys, keys, slices + 1))
+    items = torch.full((keys + heads * rows * topk // item_picks, 3), -1, dtype=torch.int32)
+    picks = torch.full((heads * rows * topk,), -1, dtype=torch.int32)
+    kernel = block_lists_sm90.KERNEL
+    with simulated(order):
+        kernel.get(block_lists_sm90.Variant(item_picks), ids.device)(
+            ids, deferred, counts, cursors, items, slice_items, picks, slice_rows, requests, blocks
+        )
+
+    expected: dict[int, list[int]] = {}
+    for head in range(heads):
+        for row in range(rows):
+            owner, visible = deferred[head, row].tolist()
+            for entry, block in enumerate(ids[head, row].tolist() if owner >= 0 else []):
+                if 0 <= block < math.ceil(visible / 128):
+                    key = ((row // slice_rows * heads + head) * requests + owner) * blocks + block
+                    expected.setdefault(key, []).append(row << block_lists_sm90.ENTRY_BITS | entry)
+    found: dict[int, list[int]] = {}
+    for key, begin, count in items[: int(slice_items[-1])].tolist():
+        assert 0 < count <= item_picks
+        found.setdefault(key, []).extend(picks[begin : begin + count].tolist())
+    assert {key: sorted(listed) for key, listed in found.items()} == {key: sorted(listed) for key, listed in expected.items()}
+    for which in range(slices):
+        of_slice = items[int(slice_items[which]) : int(slice_items[which + 1]), 0]
+        assert (of_slice // (keys // slices) == which).all() and bool((of_slice.diff() >= 0).all())
