@@ -188,6 +188,7 @@ def test_generate_compiles_a_static_cache() -> None:
     assert torch.equal(got, greedy(model, ids, mask, 12))
 
 
+@pytest.mark.slow
 def test_chunked_prefill_compiles_too() -> None:
     """Then even the first call is compiled, which makes the pages: outside the graph."""
     model, ids = prepare(small_m3(layers=2)), tokens(1, 80)
@@ -321,7 +322,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="expected a batch of 1 as in the cache, got 2"):
         model(tokens(2, 3), past_key_values=cache)
     moved = torch.zeros(1, 3, 64, device="meta")
-    with pytest.raises(ValueError, match="expected cpu, where prepare found the model, got meta; call prepare again"):
+    with pytest.raises(ValueError, match="expected tensors on cpu, where prepare found the model, got meta; prepare again"):
         model.model.layers[0].self_attn(moved, (moved, moved))
     with pytest.raises(NotImplementedError, match=r"torch\.no_grad"), torch.enable_grad():
         model(ids)
