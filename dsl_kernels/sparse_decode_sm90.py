@@ -14,7 +14,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
-from m3attn.dsl_kernels import finish_rows, warp_mma
+from m3attn.dsl_kernels import decode_schedule, finish_rows, warp_mma
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.decode_schedule import BLOCK, HEAD_DIM, MMA_ROWS, power_of_2, schedule_for
 from m3attn.dsl_kernels.decode_schedule import decode_workspace_bytes as decode_workspace_bytes
@@ -857,7 +857,7 @@ def build(variant: Variant) -> tuple[SparseDecode, tuple[Any, ...]]:
     )
 
 
-SOURCES = [__file__, finish_rows.__file__, warp_mma.__file__]
+SOURCES = [__file__, decode_schedule.__file__, finish_rows.__file__, warp_mma.__file__]
 KERNEL: CuteKernel[Variant] = CuteKernel("sparse_decode_sm90", build, sources=SOURCES)
 
 
