@@ -13,7 +13,15 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
-from m3attn.dsl_kernels import index_score_sm90, merge_splits_sm90, select_blocks_sm90, sparse_decode_sm90, sparse_prefill_sm90
+from m3attn.dsl_kernels import (
+    block_lists_sm90,
+    index_score_sm90,
+    merge_splits_sm90,
+    select_blocks_sm90,
+    sparse_decode_sm90,
+    sparse_prefill_by_block_sm90,
+    sparse_prefill_sm90,
+)
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.registry import BrokenImplementation
 
@@ -31,8 +39,23 @@ _PREFILL = sparse_prefill_sm90.Variant(
     v_scale=False,
     negative_scale=False,
     aligned=True,
+    defers=True,
 )
 _PREFILL_FP8 = replace(_PREFILL, qk_dtype="fp8_e4m3", v_dtype="fp16")
+_PREFILL_WIDEN = replace(_PREFILL, v_dtype="fp16")
+_BY_BLOCK = sparse_prefill_by_block_sm90.Variant(
+    qk_dtype="bf16",
+    v_dtype="bf16",
+    out_dtype="bf16",
+    head_dim=128,
+    group=16,
+    lse=False,
+    q_scale=False,
+    k_scale=False,
+    v_scale=False,
+    negative_scale=False,
+    aligned=True,
+)
 _DECODE = sparse_decode_sm90.Variant(
     q_dtype="bf16", kv_dtype="bf16", tokens=1, token_rows=16, max_topk=16, key_warps=4, step_keys=64, stages=3, split=True
 )
@@ -52,16 +75,22 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         sparse_prefill_sm90.KERNEL,
         bf16=_PREFILL,
         fp8=_PREFILL_FP8,
-        widen_sink=replace(_PREFILL, v_dtype="fp16", sink_dtype="bf16", lse=True),
-        fp16_group1_ids64=replace(_PREFILL, qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16", group=1, ids=64),
+        widen=_PREFILL_WIDEN,
+        fp16_group1_ids64=replace(_PREFILL, qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16", group=1, ids=64, sink_dtype="bf16", defers=False),
         group8=replace(_PREFILL, group=8),
         fp8_group8=replace(_PREFILL_FP8, group=8),
-        widen_group8=replace(_PREFILL, v_dtype="fp16", group=8),
-        group2_unaligned=replace(_PREFILL, group=2, aligned=False, sink_dtype="fp32"),
-        group4_ids32=replace(_PREFILL, group=4, ids=32, lse=True),
-        group32_negative_scale=replace(_PREFILL, group=32, negative_scale=True),
-        fp8_scales_sink=replace(_PREFILL_FP8, q_scale=True, k_scale=True, v_scale=True, lse=True, sink_dtype="fp16"),
+        widen_group8=replace(_PREFILL_WIDEN, group=8),
+        group2_ids32_sink=replace(_PREFILL, group=2, ids=32, aligned=False, negative_scale=True, sink_dtype="fp32"),
+        group32=replace(_PREFILL, group=32, defers=False),
+        fp8_group4_scales_sink=replace(_PREFILL_FP8, group=4, q_scale=True, k_scale=True, v_scale=True, lse=True, sink_dtype="fp16"),
     ),
+    **_named(
+        sparse_prefill_by_block_sm90.KERNEL,
+        bf16=_BY_BLOCK,
+        fp8_group8_scales=replace(_BY_BLOCK, qk_dtype="fp8_e4m3", v_dtype="fp16", group=8, lse=True, q_scale=True, k_scale=True, v_scale=True),
+        fp16_group1=replace(_BY_BLOCK, qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16", group=1, negative_scale=True, aligned=False),
+    ),
+    **_named(block_lists_sm90.KERNEL, all=block_lists_sm90.Variant(sparse_prefill_by_block_sm90.ITEM_PICKS)),
     **_named(
         sparse_decode_sm90.KERNEL,
         bf16=_DECODE,
@@ -97,9 +126,8 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         select_blocks_sm90.KERNEL,
         prefill=_SELECT,
         decode=replace(_SELECT, lanes=32),
-        short=replace(_SELECT, lanes=4),
+        short_width32=replace(_SELECT, width=32, lanes=4),
         width64=replace(_SELECT, width=64, lanes=32, vector=False),
-        width32=replace(_SELECT, width=32),
     ),
 }
 """For Hopper; a name says what differs from M3's case of its kernel: 16 heads a group, 16 blocks, 4 index heads, host scales, no LSE."""

@@ -49,5 +49,5 @@ def run(options: argparse.Namespace) -> int:
         failed += done.error is not None
         compiled += done.error is None and not done.was_there
     rest = f", {failed} failed" if failed else ""
-    print(f"{len(names)} variants for {arch} in {cache_folder()}: {compiled} compiled{rest}, {time.perf_counter() - start:.0f} s")
+    print(f"{len(names)} variants for {arch} in {cache_folder()}: {compiled} compiled{rest}, {time.perf_counter() - start:.1f} s")
     return 1 if failed else 0

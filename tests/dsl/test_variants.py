@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Self
 
 import pytest
 from needed import need
@@ -43,6 +44,8 @@ class Expected:
 
 EXPECTED: dict[str, Expected] = {
     "sparse_prefill_sm90": Expected(2),
+    "sparse_prefill_by_block_sm90": Expected(2),
+    "block_lists_sm90": Expected(0, tma=False, why="counts and sorts the selection's ids"),
     "sparse_decode_sm90": Expected(
         1, "mma.sync", why="16 rows are all there is, and the bytes of K and V bound it; both products are one instruction"
     ),
@@ -65,26 +68,29 @@ def products(ptx: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Usage:
+    """Of one `@cute.kernel` among those that a variant launches, by name."""
+
     registers: int
     local: int
     threads: int
-    shared: int
 
     @classmethod
-    def of(cls, found: Artifacts) -> "Usage":
+    def of(cls, found: Artifacts) -> dict[str, Self]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(found.cubin)
             file.flush()
             tool = knobs.nvidia.cuobjdump.path
             shown = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-        (registers,) = map(int, re.findall(r"\bREG:(\d+)", shown))
-        local = sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", shown)))
-        (threads,) = re.findall(r"^\.reqntid (\d+), (\d+), (\d+)", found.ptx, re.MULTILINE)
-        return cls(registers, local, math.prod(map(int, threads)), shared_bytes(found.ir))
+        threads = dict(re.findall(r"\.entry (\w+)\(.*?\.reqntid ([\d, ]+)", found.ptx, re.DOTALL))
+        usage = {}
+        for name, line in re.findall(r"Function (\w+):\s*\n(.*)", shown):
+            local = sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", line)))
+            usage[name] = cls(int(re.search(r"\bREG:(\d+)", line)[1]), local, math.prod(map(int, threads[name].split(","))))
+        return usage
 
 
 def shared_bytes(ir: str) -> int:
-    """What the kernel allocates of shared memory, one tensor after another, each at its alignment; the launch asks for no more."""
+    """What the variant's kernels allocate of shared memory, one tensor after another, each at its alignment; a launch asks for no more."""
     types = dict(re.findall(r"^(!memref_smem\w+) = (.*)$", ir, re.MULTILINE))
     total = 0
     for name in re.findall(r"cute\.memref\.alloca\(\).*: (!memref_smem\w+)$", ir, re.MULTILINE):
@@ -94,14 +100,15 @@ def shared_bytes(ir: str) -> int:
 
 
 def faults(kernel: str, found: Artifacts) -> list[str]:
-    expected, usage = EXPECTED[kernel], Usage.of(found)
+    expected, shared = EXPECTED[kernel], shared_bytes(found.ir)
     wanted = {expected.instruction: expected.products} if expected.products else {}
     tma = "cp.async.bulk.tensor" in found.ptx
     seen = [f"products: expected {wanted}, found {got}"] if (got := products(found.ptx)) != wanted else []
     seen += [f"TMA: expected {expected.tma}, found {tma}"] if tma != expected.tma else []
-    seen += [f"{usage.local} bytes of local memory a thread"] if usage.local else []
-    seen += [f"{usage.registers} registers of {usage.threads} threads"] if -(-usage.registers // 8) * 8 * usage.threads > REGISTERS else []
-    seen += [f"{usage.shared} bytes of shared memory"] if usage.shared > SHARED_MEMORY else []
+    seen += [f"{shared} bytes of shared memory"] if shared > SHARED_MEMORY else []
+    for usage in Usage.of(found).values():
+        seen += [f"{usage.local} bytes of local memory a thread"] if usage.local else []
+        seen += [f"{usage.registers} registers of {usage.threads} threads"] if -(-usage.registers // 8) * 8 * usage.threads > REGISTERS else []
     return seen
 
 
@@ -132,24 +139,25 @@ def test_the_list_is_short_and_names_every_kernel() -> None:
 def test_the_checks_see_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXPECTED, scale_kernel.KERNEL.name, Expected(2))
     found = artifacts(scale_kernel.KERNEL, scale_kernel.Variant(64), ARCH)
-    assert Usage.of(found) == Usage(Usage.of(found).registers, local=0, threads=64, shared=64 * 4)
+    (usage,) = Usage.of(found).values()
+    assert (usage.local, usage.threads, shared_bytes(found.ir)) == (0, 64, 64 * 4) and 0 < usage.registers < 32
     assert faults("scale", found) == ["products: expected {'wgmma': 2}, found {}", "TMA: expected True, found False"]
     monkeypatch.setattr(f"{__name__}.SHARED_MEMORY", 64 * 4 - 1)
     monkeypatch.setattr(f"{__name__}.REGISTERS", 64 * 8 - 1)
-    assert [text.split(" ", 1)[1] for text in faults("scale", found)[2:]] == ["registers of 64 threads", "bytes of shared memory"]
+    assert [text.split(" ", 1)[1] for text in faults("scale", found)[2:]] == ["bytes of shared memory", "registers of 64 threads"]
 
 
 @pytest.mark.parametrize(
     "kernel", sorted({kernel for kernel, _ in VARIANTS[ARCH].values()}, key=lambda kernel: kernel.name), ids=lambda kernel: kernel.name
 )
 def test_sources_are_all_that_the_kernel_is_written_in(kernel: CuteKernel) -> None:
-    """Its file and, of the modules of dsl_kernels that it imports, those without a kernel of their own."""
+    """Its file and, of the modules of dsl_kernels that it imports, those in the DSL without a kernel of their own."""
 
     def written_in(module: ModuleType) -> set[Path]:
         imported = re.findall(r"^from (m3attn\.dsl_kernels(?:\.\w+)*) import \(?([^()]+?)\)?$", inspect.getsource(module), re.MULTILINE)
         names = {origin for origin, _ in imported} | {f"{origin}.{name.strip()}" for origin, listed in imported for name in listed.split(",")}
         modules = [sys.modules[name] for name in names if name in sys.modules and ".common." not in f"{name}." and name != "m3attn.dsl_kernels"]
-        others = [m for m in modules if m is not module and not hasattr(m, "KERNEL")]
+        others = [m for m in modules if m is not module and hasattr(m, "cutlass") and not hasattr(m, "KERNEL")]
         return {Path(module.__file__).resolve()}.union(*(written_in(m) for m in others))
 
     module = sys.modules[kernel.build.__module__]
