@@ -172,7 +172,8 @@ class SparsePrefillSm90:
         self.stages = self.tile.stages
         # Queries and, when the last product with them is done, outputs.
         self.row_bytes = self.head_dim * max(self.qk_dtype.width, self.out_dtype.width) // 8
-        self.consumer_registers, self.producer_registers = 240, 24
+        ids = self.tile.ids_per_lane
+        self.consumer_registers, self.producer_registers = (240, 24) if ids <= 4 else (232, 40) if ids <= 8 else (224, 56)
 
     @cute.jit
     def __call__(
