@@ -87,6 +87,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
 
 
+def test_every_notebook_is_in_the_readme() -> None:
+    named = set(re.findall(r"\(notebooks/(\w+\.py)\)", (ROOT / "README.md").read_text()))
+    assert named == {path.name for path in (ROOT / "notebooks").glob("*.py")}
+
+
 def test_every_environment_variable_is_documented() -> None:
     documented = set(re.findall(r"M3ATTN_\w+", (ROOT / "docs" / "environment.md").read_text()))
     sources = [path for folder in ("m3attn", "triton_kernels", "dsl_kernels") for path in (ROOT / folder).rglob("*.py")]
