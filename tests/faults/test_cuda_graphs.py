@@ -17,7 +17,7 @@ import m3attn
 from m3attn.batch import PagedBatch
 from m3attn.dtypes import E4M3
 from m3attn.reference.numerics import indexable
-from m3attn.testing.cases import AttentionCase, IndexCase, MergeCase, NormRopeCase, Step
+from m3attn.testing.cases import AttentionCase, IndexCase, MergeCase, NormRopeCase, SelectCase, Step
 from m3attn.testing.inputs import attention_inputs, generator, index_inputs, merge_inputs, norm_rope_inputs, normal, random_ids, score_fill
 from m3attn.testing.matrix import DEVICE, arch, gpu_only, keys, pick, skip_if_declined
 
@@ -129,6 +129,7 @@ def test_indexer(key: str, stage: str, dtype: torch.dtype, step: Step) -> None:
 @STEPS
 @pytest.mark.parametrize("key", kernels("select_blocks"))
 def test_select_blocks(key: str, step: Step) -> None:
+    skip_if_declined("select_blocks", key, SelectCase(step, num_heads=2, topk=2).problem(arch()))
     inputs = index_inputs(IndexCase(step, num_heads=2), DEVICE)
     scores = score_fill("permutation", 2, step.tokens, inputs.batch.num_blocks, generator(0)).to(DEVICE)
 
