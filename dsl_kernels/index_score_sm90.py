@@ -1,12 +1,13 @@
-"""Prefill scoring for Hopper: the largest index product of every (query token, index head) with every block of 128 keys.
+"""Scoring for Hopper: the largest index product of every (query token, index head) with every block of 128 keys.
 
-A persistent kernel of one CTA a multiprocessor. A tile of up to 256 rows (token, head) stays in registers as operand A of wgmma while blocks of keys
-stream through shared memory by TMA, so one load of a block serves all index heads of up to 256 tokens. Two consumer warpgroups hold 128 rows each;
-the maximum over a block's 128 columns is taken in registers, of one half while the tensor cores work on the other.
+A persistent kernel of one CTA a multiprocessor. A tile of rows (token, head) stays in registers as operand A of wgmma while blocks of keys stream
+through shared memory by TMA, so one load of a block serves all index heads of the tile's tokens. Prefill takes tiles of 256 rows, two warpgroups of
+two halves each; decode and verify take 64 or 128, all rows of a request, and read every key once: rows that are not there cost products, which wait
+for memory anyway. The maximum over a block's 128 columns is taken in registers while the tensor cores work on the next product.
 
 Work is counted in pairs (row tile, live block), which differ in nothing but where they lie: every CTA takes an equal run of them, cut at any block,
-so causal and ragged batches balance and 171 tokens behind a long prefix fill the GPU. The count goes by chunks of CHUNK_BLOCKS blocks, one chunk
-after another, so that all CTAs read the same keys at about the same time and find them in L2.
+so causal and ragged batches balance, and one token, or 171, behind a long prefix fill the GPU. The count goes by chunks of CHUNK_BLOCKS blocks, one
+chunk after another, so that all CTAs read the same keys at about the same time and find them in L2.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from m3attn.batch import PagedBatch
 from m3attn.calls import IndexScoreCall, IndexTopkCall
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import index_rows
@@ -35,25 +37,26 @@ BLOCK_SHIFT = 7
 DIM = 128
 CHUNK_BLOCKS = 512
 """Blocks of keys that all CTAs finish before any takes the next: 16 MiB of bf16 keys, a third of an H200's L2."""
-WARPS = 12
-"""The first warp loads, the next three store -inf where no key is visible, the last eight are the consumers."""
-CONSUMER_WARPS = 8
-ROWS = 256
+OTHER_WARPS = 4
+"""The first warp loads, the next three store -inf where no key is visible; behind them come the consumers."""
+SHARED_BYTES = 224 * 1024
+"""What queries and stages of keys may take."""
+MAX_STAGES = 12
 TURN_BLOCKS = 2
 """Blocks of keys in one turn of the consumers' loop."""
 STORE_BLOCKS = 4
 """Scores of so many blocks are stored together: the four lanes of a row hold one each."""
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp8_e4m3": cutlass.Float8E4M3FN}
-STAGES = {"bf16": 4, "fp16": 4, "fp8_e4m3": 8}
 NEGATIVE_INFINITY = float("-inf")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`fill`: -inf is stored where a row sees no key. `q_scale`, `k_scale`: the scale lies on the device."""
+    """`rows` of a tile: 64, 128 or 256. `fill`: -inf is stored where a row sees no key. `q_scale`, `k_scale`: the scale lies on the device."""
 
     dtype: str
+    rows: int
     num_heads: int
     page_size: int
     fill: bool
@@ -61,20 +64,27 @@ class Variant:
     k_scale: bool
 
 
-def tokens_of_tile(num_heads: int) -> int:
+def tokens_of_tile(rows: int, num_heads: int) -> int:
     """Query tokens of a row tile: a multiple of 8, so that their rows fill whole swizzle patterns."""
-    return ROWS // num_heads // 8 * 8
+    return rows // num_heads // 8 * 8
+
+
+def rows_of_tile(num_heads: int, batch: PagedBatch) -> int:
+    """As few as hold all rows of a request, or 256; 128 where heads do not divide 8: rows of a thread with little in common take more registers."""
+    needed = num_heads * max(8, -(-batch.max_seqlen_q // 8) * 8)
+    return 64 if needed <= 64 else 128 if needed <= 128 or 8 % num_heads else 256
 
 
 class IndexScoreSm90:
     def __init__(self, variant: Variant) -> None:
         self.dtype = DTYPES[variant.dtype]
         self.num_heads, self.page_size, self.fill = variant.num_heads, variant.page_size, variant.fill
-        self.stages = STAGES[variant.dtype]
-        self.tokens = tokens_of_tile(self.num_heads)
+        self.rows, self.halves, self.groups = variant.rows, max(1, variant.rows // 128), min(2, variant.rows // 64)
+        self.tokens = tokens_of_tile(self.rows, self.num_heads)
         self.span = 128 * 8 // self.dtype.width  # elements of a 128-byte row of the swizzle pattern
         self.q_bytes = self.tokens * self.num_heads * DIM * self.dtype.width // 8
         self.k_bytes = BLOCK * DIM * self.dtype.width // 8
+        self.stages = min(MAX_STAGES, (SHARED_BYTES - self.rows * DIM * self.dtype.width // 8) // self.k_bytes)
 
     @cute.jit
     def __call__(
@@ -108,7 +118,7 @@ class IndexScoreSm90:
             warpgroup.OperandSource.RMEM,
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        q_layout = cute.tile_to_shape(atom, (ROWS, DIM), (0, 1))
+        q_layout = cute.tile_to_shape(atom, (self.rows, DIM), (0, 1))
         k_layout = cute.tile_to_shape(atom, (BLOCK, DIM, self.stages), (0, 1, 2))
         # A box of TMA is as wide as the swizzle pattern; rows of keys follow one another there, page by page.
         q_box = (self.num_heads, self.tokens, self.span)
@@ -141,7 +151,7 @@ class IndexScoreSm90:
             num_blocks,
             skip_blocks,
             chunk_blocks,
-        ).launch(grid=(num_ctas, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(num_ctas, 1, 1), block=(32 * OTHER_WARPS + 128 * self.groups, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -181,15 +191,15 @@ class IndexScoreSm90:
             cpasync.prefetch_descriptor(tma_k)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(q_full, 1)
-                cute.arch.mbarrier_init(q_empty, CONSUMER_WARPS)
+                cute.arch.mbarrier_init(q_empty, 4 * self.groups)
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(k_full + stage, 1)
-                    cute.arch.mbarrier_init(k_empty + stage, CONSUMER_WARPS)
+                    cute.arch.mbarrier_init(k_empty + stage, 4 * self.groups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         rows = QueryRows(mOffsets, mSeqLens, row_begin, row_end, max_seqlen_k)
-        if warp < WARPS - CONSUMER_WARPS:
+        if warp < OTHER_WARPS:
             cute.arch.setmaxregister_decrease(40)
             if warp == 0:
                 self.produce(
@@ -272,7 +282,7 @@ class IndexScoreSm90:
         if begin < end:
             gQ = cute.local_tile(cute.domain_offset((0, first_row, 0), tQ), (self.num_heads, self.tokens, self.span), (0, 0, None))
             for piece in cutlass.range_constexpr(DIM // self.span):
-                box = cute.make_tensor(sQ.iterator + piece * ROWS * self.span, cute.make_layout(self.num_heads * self.tokens * self.span))
+                box = cute.make_tensor(sQ.iterator + piece * self.rows * self.span, cute.make_layout(self.num_heads * self.tokens * self.span))
                 tQs, tQg = cpasync.tma_partition(tma_q, 0, cute.make_layout(1), box, cute.group_modes(gQ[None, None, None, piece], 0, 3))
                 cute.copy(tma_q, tQg, tQs, tma_bar_ptr=q_full)
 
@@ -297,24 +307,26 @@ class IndexScoreSm90:
 
     @cute.jit
     def consume(self, mma, sQ, sK, sItem, q_full, q_empty, k_full, k_empty, mOut, row_begin, scale):
-        """One of two warpgroups: 128 rows of every item, as two halves of 64. One half's product runs while the other's maxima are taken."""
+        """One warpgroup: its rows of every item, as one or two halves of 64. One product runs while the maxima of the one before are taken."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
-        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        thread_row = group * 128 + thread // 32 * 16 + lane // 4  # its rows are thread_row + 0, 8, 64, 72
+        group = (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - OTHER_WARPS) // 4
+        thread_row = (
+            group * self.halves * 64 + thread // 32 * 16 + lane // 4
+        )  # its rows are thread_row + 0, 8, and where there is a second half 64, 72
         thr = mma.get_slice(thread)
         rK = mma.make_fragment_B(thr.partition_B(sK))
-        rQ = [mma.make_fragment_A(thr.partition_shape_A((64, DIM))) for _ in range(2)]
+        rQ = [mma.make_fragment_A(thr.partition_shape_A((64, DIM))) for _ in range(self.halves)]
         acc = [cute.make_rmem_tensor(thr.partition_shape_C((64, BLOCK)), Float32) for _ in range(2)]
-        best = cute.make_rmem_tensor((2, 2), Float32)
+        best = cute.make_rmem_tensor((self.halves, 2), Float32)
         item, step = Int32(0), Int32(0)
         begin, end = Int32(0), Int32(1)
         while begin < end:
             cute.arch.mbarrier_wait(q_full, item % 2)
             first_row, tokens, first_position, begin, end = (sItem[i] for i in range(5))
             if begin < end:
-                for half in cutlass.range_constexpr(2):
-                    cute.autovec_copy(thr.partition_A(cute.local_tile(sQ, (64, DIM), (group * 2 + half, 0))), rQ[half])
+                for half in cutlass.range_constexpr(self.halves):
+                    cute.autovec_copy(thr.partition_A(cute.local_tile(sQ, (64, DIM), (group * self.halves + half, 0))), rQ[half])
             arrive(q_empty)
             item += 1
             rows = (best, begin, end, first_row - row_begin, tokens, first_position, thread_row, scale)
@@ -351,20 +363,21 @@ class IndexScoreSm90:
         scale,
     ):
         """`count` blocks from `block` on. Products do not run on beyond it: the compiler follows them within one turn of a loop only."""
-        for i in cutlass.range_constexpr(2 * count + 2):
-            turn, half = i // 2, i % 2
-            if cutlass.const_expr(turn > 0):
-                warpgroup.wait_group(1 if turn < count or half == 0 else 0)
-                self.take_maxima(acc, best, half, block + turn - 1, first_position, thread_row)
-                if cutlass.const_expr(half == 1):
-                    arrive(k_empty + (step + turn - 1) % self.stages)
-            if cutlass.const_expr(turn < count):
+        products = self.halves * count
+        for i in cutlass.range_constexpr(products + 1):
+            if cutlass.const_expr(i < products):
+                turn, half = i // self.halves, i % self.halves
                 stage = (step + turn) % self.stages
                 if cutlass.const_expr(half == 0):
                     cute.arch.mbarrier_wait(k_full + stage, (step + turn) // self.stages % 2)
-                multiply(mma, rQ[half], rK[None, None, None, stage], acc[half])
-            if cutlass.const_expr(turn > 0 and half == 1):
-                self.store(mOut, best, block + turn - 1, begin, end, first_row, tokens, thread_row, scale)
+                multiply(mma, rQ[half], rK[None, None, None, stage], acc[i % 2])
+            if cutlass.const_expr(i > 0):
+                turn, half = (i - 1) // self.halves, (i - 1) % self.halves
+                warpgroup.wait_group(1 if i < products else 0)
+                self.take_maxima(acc[(i - 1) % 2], best, half, block + turn, first_position, thread_row)
+                if cutlass.const_expr(half == self.halves - 1):
+                    arrive(k_empty + (step + turn) % self.stages)
+                    self.store(mOut, best, block + turn, begin, end, first_row, tokens, thread_row, scale)
 
     @cute.jit
     def take_maxima(self, acc, best, half: cutlass.Constexpr[int], block, first_position, thread_row):
@@ -374,9 +387,9 @@ class IndexScoreSm90:
             maximum = Float32(NEGATIVE_INFINITY)
             if block * BLOCK + BLOCK - 1 > first_position:
                 token, _ = self.token_and_head(thread_row, half * 64 + i * 8)
-                maximum = row_maximum(acc[half], i, first_position + token - block * BLOCK - lane % 4 * 2)
+                maximum = row_maximum(acc, i, first_position + token - block * BLOCK - lane % 4 * 2)
             else:
-                maximum = row_maximum(acc[half], i)
+                maximum = row_maximum(acc, i)
             maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, 1))
             maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, 2))
             best[half, i] = maximum if lane % 4 == block % STORE_BLOCKS else best[half, i]
@@ -386,7 +399,7 @@ class IndexScoreSm90:
         """The kept maxima, once `block` is the last of its group or of the item."""
         if block % STORE_BLOCKS == STORE_BLOCKS - 1 or block == end - 1:
             column = block // STORE_BLOCKS * STORE_BLOCKS + cute.arch.lane_idx() % 4
-            for half in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(self.halves):
                 for i in cutlass.range_constexpr(2):
                     token, head = self.token_and_head(thread_row, half * 64 + i * 8)
                     if token < tokens and column >= begin and column <= block:
@@ -405,7 +418,7 @@ class IndexScoreSm90:
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        spare_warps = WARPS - CONSUMER_WARPS - 1
+        spare_warps = OTHER_WARPS - 1
         for row in cutlass.range(rows.begin + cta * spare_warps + warp, rows.end, num_ctas * spare_warps, unroll=1):
             position = rows.position(row)
             live = index_rows.blocks_up_to(position, BLOCK_SHIFT, num_blocks)
@@ -502,7 +515,8 @@ def score_rows(call: IndexScoreCall | IndexTopkCall, out: torch.Tensor, row_begi
     check_alignment("cache.index_k", k)
     scales = (call.index_q_scale, call.index_k_scale)
     on_device = [None if scale.tensor is None else scale.tensor.view(1) for scale in scales]
-    variant = Variant(dtype_name(q.dtype), q.shape[1], batch.page_size, fill, on_device[0] is not None, on_device[1] is not None)
+    rows = rows_of_tile(q.shape[1], batch)
+    variant = Variant(dtype_name(q.dtype), rows, q.shape[1], batch.page_size, fill, on_device[0] is not None, on_device[1] is not None)
     KERNEL.get(variant, q.device)(
         q,
         k,
@@ -517,7 +531,7 @@ def score_rows(call: IndexScoreCall | IndexTopkCall, out: torch.Tensor, row_begi
         batch.max_seqlen_k,
         batch.num_blocks,
         skip_blocks,
-        CHUNK_BLOCKS,
+        CHUNK_BLOCKS if rows == 256 else batch.num_blocks,
         num_ctas(q.device),
     )
 

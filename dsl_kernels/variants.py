@@ -62,7 +62,7 @@ _DECODE = sparse_decode_sm90.Variant(
 _DECODE_FP8 = replace(_DECODE, q_dtype="fp8_e4m3", kv_dtype="fp8_e4m3", step_keys=128)
 _VERIFY = replace(_DECODE, tokens=8, key_warps=1, stages=6)
 _MERGE = merge_splits_sm90.Variant(q_dtype="bf16", lse=False, sink="none", q_scale=False, v_scale=False, aligned=True)
-_SCORE = index_score_sm90.Variant("bf16", num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
+_SCORE = index_score_sm90.Variant("bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
 _SELECT = select_blocks_sm90.Variant(width=16, lanes=8, vector=True)
 
 
@@ -117,10 +117,10 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         bf16=_SCORE,
         fp8=replace(_SCORE, dtype="fp8_e4m3"),
         bf16_heads1=replace(_SCORE, num_heads=1),
-        fp8_heads1=replace(_SCORE, dtype="fp8_e4m3", num_heads=1),
-        fp8_heads2_scales=replace(_SCORE, dtype="fp8_e4m3", num_heads=2, fill=True, q_scale=True, k_scale=True),
-        fp16_heads8_page64=replace(_SCORE, dtype="fp16", num_heads=8, page_size=64, fill=True),
-        bf16_heads3_page16=replace(_SCORE, num_heads=3, page_size=16),
+        fp8_heads1_scales=replace(_SCORE, dtype="fp8_e4m3", num_heads=1, fill=True, q_scale=True, k_scale=True),
+        fp16_heads3_page16=replace(_SCORE, dtype="fp16", rows=128, num_heads=3, page_size=16, fill=True),
+        bf16_decode=replace(_SCORE, rows=64),
+        fp8_decode=replace(_SCORE, dtype="fp8_e4m3", rows=64),
     ),
     **_named(
         select_blocks_sm90.KERNEL,

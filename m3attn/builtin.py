@@ -118,7 +118,6 @@ _CUTE_INDEX: dict[str, Any] = dict(
     index_heads=(1, 16),
     page_sizes=(16, 32, 64, 128),
     block_sizes=(128,),
-    phases=("prefill",),
 )
 _INDEX: dict[str, Any] = dict(
     index_q_dtypes=INDEX_FLOATS, index_dtypes=INDEX_FLOATS, index_dims=(64, 128), page_sizes=POWERS_16_TO_256, block_sizes=POWERS_16_TO_256

@@ -13,7 +13,7 @@ from simulator import ORDERS, simulated
 from m3attn.calls import IndexScoreCall
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import index_score_sm90
-from m3attn.dsl_kernels.index_score_sm90 import index_score, tokens_of_tile
+from m3attn.dsl_kernels.index_score_sm90 import index_score, rows_of_tile, tokens_of_tile
 from m3attn.reference.index import index_score as reference
 from m3attn.scales import UNIT
 from m3attn.testing.bounds import assert_within, score_bound
@@ -37,10 +37,14 @@ def run(inputs: IndexInputs, order: str = "eager", **device: object) -> torch.Te
     return call.out
 
 
+@pytest.mark.parametrize("q_len", [1, 16, 17, 300])
 @pytest.mark.parametrize("heads", range(1, 17))
-def test_rows_of_a_tile_fill_swizzle_patterns(heads: int) -> None:
-    tokens = tokens_of_tile(heads)
-    assert tokens % 8 == 0 and 176 <= tokens * heads <= 256
+def test_rows_of_a_tile_fill_swizzle_patterns(heads: int, q_len: int) -> None:
+    batch = dataclasses.replace(index_inputs(IndexCase(RAGGED), "cpu").batch, max_seqlen_q=q_len)
+    rows = rows_of_tile(heads, batch)
+    tokens = tokens_of_tile(rows, heads)
+    assert tokens % 8 == 0 and 0 < tokens * heads <= rows
+    assert tokens >= q_len or rows >= 128
 
 
 @pytest.mark.parametrize(("ctas", "chunk", "order"), [(1, 512, "lazy"), (4, 512, "random"), (7, 3, "eager"), (40, 1, "random")])
@@ -52,6 +56,19 @@ def test_work_is_cut_anywhere_with_the_same_bits(ctas: int, chunk: int, order: s
     monkeypatch.setattr(index_score_sm90, "num_ctas", lambda device: ctas)
     monkeypatch.setattr(index_score_sm90, "CHUNK_BLOCKS", chunk)
     assert torch.equal(run(inputs, order), expected)
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(4, 64), (8, 128), (3, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_verify_is_cut_anywhere_with_the_same_bits(dtype: torch.dtype, heads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step("verify", (16, 3, 0, 8), (900, 1300, 5, 9), padded_rows=1)
+    inputs = index_inputs(IndexCase(step, num_heads=heads, q_dtype=dtype, k_dtype=dtype), "cpu")
+    assert rows_of_tile(heads, inputs.batch) == rows
+    expected = run(inputs)
+    exact, tolerance = score_bound(inputs.index_q, inputs.cache, inputs.batch)
+    assert_within(expected, exact, tolerance)
+    monkeypatch.setattr(index_score_sm90, "num_ctas", lambda device: 8)
+    assert torch.equal(run(inputs, "random"), expected)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
