@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
         if options.weights is not None:
-            refuse(options, "--weights", ("heads", "layers", "mode", "json", "real_geometry", "seed"))
+            refuse(options, "--weights", ("heads", "layers", "mode", "real_geometry", "seed"))
             return run_weights(options.weights, asked, save_ids=options.save_ids)
         if options.save_ids is not None:
             raise ValueError("--save-ids: expected --weights DIR beside it, got none")

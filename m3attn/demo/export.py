@@ -45,7 +45,6 @@ def export(recorder: Recorder, model: Model, content: bytes, *, name: str, text:
         }
         for (stage, phase), tally in recorder.tallies.items()
     ]
-    versions = ", ".join(f"{package} {version}" for package, version in results.versions().items())
     interpreted = recorder.device.type == "cpu" and any("triton" in str(stage["implementation"]) for stage in stages)
     note = "On a CPU the Triton kernels run in Triton's interpreter, whose time says nothing about a GPU."
     passages = ByteText(content, model.geometry.block_size)
@@ -56,27 +55,38 @@ def export(recorder: Recorder, model: Model, content: bytes, *, name: str, text:
             "model": f"{model.geometry}; random weights",
             "mode": recorder.formats.mode,
             "text": f"{text}, {model.geometry.tokens} bytes as tokens",
-            "commit": results.commit()[:12],
-            "versions": versions,
+            **about_library(),
         },
         "notes": [note] if interpreted else [],
         "stages": stages,
         "roof": measure_roof(recorder.device),
-        "selection": selection(model) if model.last_ids else None,
+        "selection": selection(torch.cat(model.last_ids, dim=1), model.geometry.num_pages, model.geometry.block_size) if model.last_ids else None,
         "passages": [queries.describe(found, passages) for found in queries.look(model, content)] if model.last_ids else [],
     }
 
 
-def selection(model: Model) -> dict[str, Any]:
-    """The last layer's choices as bytes a block and run of queries."""
-    ids = torch.cat(model.last_ids, dim=1).cpu()
-    shares = (255 * chosen_blocks(ids, model.geometry.num_pages, MAX_ROWS)).round().to(torch.uint8)
+def export_selection(ids: torch.Tensor, num_blocks: int, block_size: int, *, name: str, facts: dict[str, str], passages: list[str]) -> dict[str, Any]:
+    """What a page shows of a selection alone, ids [Hkv, T, K], without times."""
+    facts = facts | about_library()
+    shown = selection(ids, num_blocks, block_size)
+    return {"kind": DEMO, "device": name, "facts": facts, "notes": [], "stages": [], "roof": None, "selection": shown, "passages": passages}
+
+
+def about_library() -> dict[str, str]:
+    """Commit and versions, for a page's facts."""
+    versions = ", ".join(f"{package} {version}" for package, version in results.versions().items())
+    return {"commit": results.commit()[:12], "versions": versions}
+
+
+def selection(ids: torch.Tensor, num_blocks: int, block_size: int) -> dict[str, Any]:
+    """Choices as bytes a block and run of queries."""
+    shares = (255 * chosen_blocks(ids.cpu(), num_blocks, MAX_ROWS)).round().to(torch.uint8)
     return {
         "panels": [base64.b64encode(bytes(panel.flatten().tolist())).decode() for panel in shares],
         "rows": shares.shape[1],
         "blocks": shares.shape[2],
         "tokens": ids.shape[1],
-        "block_size": model.geometry.block_size,
+        "block_size": block_size,
     }
 
 

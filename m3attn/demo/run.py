@@ -61,8 +61,7 @@ def run(options: Options) -> int:
     formats = choose_formats(options, geometry, device)
     if options.plot is not None:
         check_plot(options.plot)
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ValueError(f"--json: there is no folder {options.json.parent}")
+    check_json(options.json)
     print(f"m3attn demo on {device_name(device)}: {chosen_because}")
     print(f"{text_name(options.text)}: {len(content)} bytes, of which {geometry.tokens} are tokens; mode {formats.mode}, random weights")
     print(geometry)
@@ -166,6 +165,11 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"--plot: there is no folder {path.parent}")
     if path.suffix.lower() not in (".png", ".svg", ".pdf", ".jpg"):
         raise ValueError(f"--plot: expected a .png, .svg, .pdf or .jpg file, got {path.name}")
+
+
+def check_json(path: Path | None) -> None:
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"--json: there is no folder {path.parent}")
 
 
 def device_name(device: torch.device) -> str:

@@ -11,10 +11,11 @@ import torch
 
 import m3attn
 from m3attn.analysis import Recording, Selection, overlap, record
-from m3attn.demo import plot, queries, text
+from m3attn.bench import results
+from m3attn.demo import export, plot, queries, text
 from m3attn.demo.checkpoint import Checkpoint, FirstLayers
 from m3attn.demo.geometry import duration
-from m3attn.demo.run import Options, check_plot, device_name, progress, text_name
+from m3attn.demo.run import Options, check_json, check_plot, device_name, progress, text_name
 from m3attn.layers.rope import rotary_table
 
 DTYPE = torch.bfloat16
@@ -32,6 +33,7 @@ def run(folder: Path, options: Options, *, save_ids: Path | None = None) -> int:
     content = text.load(options.text)
     if options.plot is not None:
         check_plot(options.plot)
+    check_json(options.json)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if options.impl is not None and "triton" in options.impl and device.type == "cpu":
         m3attn.interpret()
@@ -48,15 +50,18 @@ def run(folder: Path, options: Options, *, save_ids: Path | None = None) -> int:
         recording, pages = run_layers(checkpoint, tokens, options, device)
     print(f"read {checkpoint.bytes_read / 1e9:.2f} GB and ran in {duration(time.perf_counter() - begin)}")
     print()
-    for line in summary(recording.layers[""], checkpoint.config.num_kv_heads):
-        print(line)
+    numbers = summary(recording.layers[""], checkpoint.config.num_kv_heads)
     ids, scores = recording.ids(""), recording.scores("")
-    for position in queries.shares(len(tokens)):
-        print()
-        print(queries.describe(queries.selected(position, ids, scores[0, position]), passages))
+    shown = [queries.describe(queries.selected(position, ids, scores[0, position]), passages) for position in queries.shares(len(tokens))]
+    print("\n\n".join(["\n".join(numbers), *shown]))
     if options.plot is not None:
         plot.draw(ids, pages, checkpoint.config.block_size, options.plot, title=f"Blocks chosen by each query, layer {layer}")
         print(f"picture: {options.plot}")
+    if options.json is not None:
+        facts = {"model": f"layer {layer} of {folder}", "text": f"{text_name(options.text)}, {len(tokens)} tokens", "selection": "; ".join(numbers)}
+        name, size = device_name(device), checkpoint.config.block_size
+        results.write(options.json, export.export_selection(ids, pages, size, name=name, facts=facts, passages=shown))
+        print(f"run: {options.json}, for m3attn report")
     if save_ids is not None:
         replace(recording, layers={f"layers.{layer}": recording.layers[""]}).save(save_ids)
         print(f"ids: {save_ids}, for m3attn bench --ids")

@@ -98,15 +98,17 @@ def render(runs: Sequence[Run]) -> str:
 
 def _run(run: Run) -> str:
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in run.facts)
-    parts = [f"<section>\n<h2>{escape(run.title)}</h2>\n<dl>{facts}</dl>", "<h3>Time and error of each stage</h3>", _table(run)]
-    parts += [f'<p class="soft">{escape(note)}</p>' for note in run.notes]
+    parts = [f"<section>\n<h2>{escape(run.title)}</h2>\n<dl>{facts}</dl>"]
+    if run.table:
+        parts += ["<h3>Time and error of each stage</h3>", _table(run)]
+        parts += [f'<p class="soft">{escape(note)}</p>' for note in run.notes]
     if run.roof is not None and run.points:
         parts += ["<h3>Under the roofline</h3>", roofline.draw(run.roof, run.points)]
         parts.append('<p class="soft">Operations and bytes are the least that the stage must do. Stages without products are left out.</p>')
     if run.selection is not None:
         parts += ["<h3>Blocks that each query chose</h3>", _maps(run.selection)]
     if run.passages:
-        parts += ["<h3>What three queries chose</h3>", *(f"<pre>{escape(text)}</pre>" for text in run.passages)]
+        parts += ["<h3>What some queries chose</h3>", *(f"<pre>{escape(text)}</pre>" for text in run.passages)]
     return "\n".join([*parts, "</section>"])
 
 

@@ -40,8 +40,8 @@ def number(value: float) -> str:
 
 
 def rate(tflops: float) -> str:
-    """Operations a second: `700 T`, `26.3 G`."""
-    return si(1e12 * tflops).strip()
+    """Operations a second: `1.54 P`, `700 T`, `26.3 G`."""
+    return f"{tflops / 1000:.3g} P" if tflops >= 1000 else si(1e12 * tflops).strip()
 
 
 def draw(roof: Roof, points: Sequence[Point]) -> str:

@@ -148,7 +148,8 @@ def test_first_sparse_selection_is_transformers(folder, page, tmp_path, monkeypa
 
 def test_the_command_shows_the_selection(folder, page, tmp_path, capsys):
     picture = tmp_path / "chosen.png"
-    assert main(["demo", "--weights", str(folder), "--text", str(page), "--tokens", "140", "--plot", str(picture)]) == 0
+    kept, made = tmp_path / "run.json", tmp_path / "run.html"
+    assert main(["demo", "--weights", str(folder), "--text", str(page), "--tokens", "140", "--plot", str(picture), "--json", str(kept)]) == 0
     out = capsys.readouterr().out
     assert "140 tokens are read" in out and "92 queries see more than 3 blocks of 16" in out
     assert "attention mass in the chosen blocks: 0." in out and "relative error 0." in out and "overlap of two KV groups' blocks: 0." in out
@@ -156,6 +157,9 @@ def test_the_command_shows_the_selection(folder, page, tmp_path, capsys):
     last = page.read_text().split()[:140]
     assert " ".join(last[-5:]) in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(made), str(kept)]) == 0
+    shown = made.read_text()
+    assert shown.count("<img") == GROUPS and "92 queries see more than 3 blocks" in shown and "<table" not in shown and "query at token 139" in shown
 
 
 def test_only_the_first_layers_are_read(folder, page, capsys):
