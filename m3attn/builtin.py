@@ -245,6 +245,7 @@ def add_builtin_implementations() -> None:
             kv_dtypes=("fp8_e4m3",),
             head_dims=(128,),
             topk=(16, 16),
+            needs_zero_on_alloc=True,
         ),
         _cute_sm90(
             "sparse_attention",

@@ -245,13 +245,14 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     return pretend
 
 
-HOPPER = {"arch": "sm_90", "q_dtype": "bf16", "kv_dtype": "fp8_e4m3"}
+HOPPER = {"arch": "sm_90", "q_dtype": "bf16", "kv_dtype": "fp8_e4m3", "zero_on_alloc": True}
 LIMITS = [
     ("sparse_attention", {"num_q_heads": 48}, "group size 12: wrong results without an error"),
     ("sparse_attention", {"num_q_heads": 28}, "group size 7: takes 4, 8, 16"),
     ("sparse_attention", {"kv_dtype": "bf16"}, "takes fp8_e4m3"),
     ("sparse_attention", {"q_dtype": "fp8_e4m3"}, "takes bf16"),
     ("sparse_attention", {"topk": 8}, "topk 8"),
+    ("sparse_attention", {"zero_on_alloc": False}, "declare such a cache with zero_on_alloc=True"),
     ("sparse_attention", {"lse": True}, "returns no LSE"),
     ("sparse_attention", {"sink": True}, "has no sink key"),
     ("sparse_attention", {"arch": "sm_100"}, "built for sm_90"),

@@ -101,6 +101,7 @@ class PagedLayer(CacheLayerMixin):
             kv_cache_dtype=self.mode.kv_dtype,
             index_cache_dtype=self.mode.index_dtype,
             device=device,
+            zero_on_alloc=True,
         )
 
     def _select(self, rows: torch.Tensor) -> None:

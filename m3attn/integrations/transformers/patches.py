@@ -75,6 +75,7 @@ def _settings(
         block_size=config.block_size,
         topk=config.topk,
         q_dtype=dtype_name(weight.dtype if dtype is None else dtype),
+        zero_on_alloc=True,
     )
     mode = resolve_attention_mode(problem, page_size=page_size, **options)
     return Settings(config, mode, fp8_pv and mode.mode == "fp8", "cpu" if arch == "cpu" else "cuda", previous)
