@@ -20,7 +20,7 @@ Compiled = TypeVar("Compiled")
 
 
 class VariantNotReady(RuntimeError):
-    """A variant was asked for under CUDA-graph capture before it was in memory."""
+    """A variant was asked for under CUDA-graph capture before it was loaded and launched once."""
 
 
 def cache_folder() -> pathlib.Path:
@@ -82,22 +82,16 @@ class KernelCache(Generic[Key, Compiled]):
         self._ready: dict[tuple[Key, str], Compiled] = {}
         self._compiling = threading.Lock()
 
-    def get(self, key: Key, arch: str, *, capturing: bool = False) -> Compiled:
+    def get(self, key: Key, arch: str) -> Compiled:
         """The variant `key`, a frozen dataclass, for `arch` ("sm_90a"): from memory, from disk, or compiled now.
 
         Raises:
-            VariantNotReady: `capturing` a CUDA graph, and the variant is not in memory.
             TypeError: the key is not what `describe` takes.
             What `compile` raises; the next call compiles again.
         """
         ready = self._ready.get((key, arch))
         if ready is not None:
             return ready
-        if capturing:
-            raise VariantNotReady(
-                f"{self.name}: {describe(key)} for {arch} is not in memory, and nothing compiles or reads files under CUDA-graph capture: "
-                "run the same call once before capturing, or m3attn.warmup(...)"
-            )
         with self._compiling:  # threads that want different variants wait for one another too: the compiler is not promised to be re-entrant
             if (key, arch) not in self._ready:
                 self._ready[key, arch] = self._from_disk_or_compiled(key, arch)

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 import torch
 import tvm_ffi
 
-from m3attn.dsl_kernels.common.cache import KernelCache, describe
+from m3attn.dsl_kernels.common.cache import KernelCache, VariantNotReady, describe
 from m3attn.problem import arch_of
 from m3attn.registry import BrokenImplementation
 
@@ -68,6 +68,7 @@ class CuteKernel(Generic[Variant]):
 
     def __init__(self, name: str, build: Callable[[Variant], tuple[Any, tuple[Any, ...]]], sources: Iterable[str]) -> None:
         self.name, self.build, self.sources = name, build, tuple(sources)
+        self._launched: dict[tuple[Variant, torch.device], Callable[..., None]] = {}  # by `get`'s caller, for whom it was looked up
         self._cache: KernelCache[Variant, Compiled] = KernelCache(
             name,
             sources=[__file__, *self.sources],
@@ -81,15 +82,24 @@ class CuteKernel(Generic[Variant]):
         """The variant for the architecture of `device`: from memory, from the cache's folder, or compiled now.
 
         Raises:
-            VariantNotReady: a CUDA graph is being captured, and the variant is not in memory.
+            VariantNotReady: a CUDA graph is being captured, and the variant has not run on `device`.
             BrokenImplementation: the DSL or ptxas refused it.
         """
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return self.for_arch(variant, arch_of(device), capturing=capturing)
+        if device.type != "cuda":
+            return self.for_arch(variant, arch_of(device))
+        function = self._launched.get((variant, device))
+        if function is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise VariantNotReady(
+                    f"{self.name}: {describe(variant)} has not run on {device}, and nothing is compiled, read or loaded under CUDA-graph capture: "
+                    "run the same call once before capturing, or m3attn.warmup(...)"
+                )
+            function = self._launched[variant, device] = self.for_arch(variant, arch_of(device))
+        return function
 
-    def for_arch(self, variant: Variant, arch: str, *, capturing: bool = False) -> Callable[..., None]:
-        """`get` for an architecture (`sm_90`, `sm_90a`), with or without such a GPU in this machine."""
-        return self._cache.get(variant, compile_arch(arch), capturing=capturing).function
+    def for_arch(self, variant: Variant, arch: str) -> Callable[..., None]:
+        """The variant for an architecture (`sm_90`, `sm_90a`), with or without such a GPU in this machine."""
+        return self._cache.get(variant, compile_arch(arch)).function
 
     def path(self, variant: Variant, arch: str) -> pathlib.Path:
         """The variant's file in the cache's folder."""

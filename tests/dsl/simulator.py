@@ -61,8 +61,8 @@ def _compile_and_keep(self: CuteKernel, variant: Any, arch: str) -> Any:
     return compiled
 
 
-def _for_arch_with_ptx(self: CuteKernel, variant: Any, arch: str, *, capturing: bool = False) -> Any:
-    function = _for_arch(self, variant, arch, capturing=capturing)
+def _for_arch_with_ptx(self: CuteKernel, variant: Any, arch: str) -> Any:
+    function = _for_arch(self, variant, arch)
     path = self.path(variant, arch)
     if path not in _remembered:
         found = Artifacts.read(self, variant, arch)

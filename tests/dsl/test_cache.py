@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from m3attn.dsl_kernels.common import cache
-from m3attn.dsl_kernels.common.cache import KernelCache, VariantNotReady
+from m3attn.dsl_kernels.common.cache import KernelCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,16 +136,6 @@ def test_failing_compile_raises_and_leaves_nothing(source: pathlib.Path) -> None
             compiled.get(Variant(128), "sm_90a")
     assert not compiled.path(Variant(128), "sm_90a").exists()
     assert make(Compiler(), source).get(Variant(128), "sm_90a")  # the lock is free
-
-
-def test_capture_takes_only_what_is_in_memory(source: pathlib.Path) -> None:
-    compiler = Compiler()
-    make(compiler, source).get(Variant(128), "sm_90a")
-    compiled = make(compiler, source)
-    with pytest.raises(VariantNotReady, match=r"a_kernel: Variant\(head_dim=128, dtype='bf16', .*\) for sm_90a .*m3attn\.warmup"):
-        compiled.get(Variant(128), "sm_90a", capturing=True)
-    expected = compiled.get(Variant(128), "sm_90a")
-    assert compiled.get(Variant(128), "sm_90a", capturing=True) is expected
 
 
 def test_keys_are_frozen_dataclasses_of_plain_values(source: pathlib.Path) -> None:

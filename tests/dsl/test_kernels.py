@@ -122,12 +122,23 @@ def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monke
     assert len(seen) == 1 and kernel.compiled == 2
 
 
-def test_nothing_compiles_under_capture(folder: Path) -> None:
-    kernel = Counted()
-    with pytest.raises(VariantNotReady, match=r"scale: Variant\(threads=64\) for sm_90a .*m3attn\.warmup"):
-        kernel.kernel.for_arch(Variant(64), "sm_90a", capturing=True)
-    ready = kernel.get()
-    assert kernel.kernel.for_arch(Variant(64), "sm_90a", capturing=True) is ready
+def test_under_capture_runs_what_has_run_on_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("M3ATTN_ARCH", "sm_90a")
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    kernel, first, second = Counted(), torch.device("cuda:0"), torch.device("cuda:1")
+    kernel.get()  # loaded, and never launched: its device code is not on a device yet
+    message = r"scale: Variant\(threads=64\) has not run on cuda:0, .*m3attn\.warmup"
+    with pytest.raises(VariantNotReady, match=message):
+        kernel.kernel.get(Variant(64), first)
+    capturing[0] = False
+    ready = kernel.kernel.get(Variant(64), first)
+    capturing[0] = True
+    assert kernel.kernel.get(Variant(64), first) is ready
+    for variant, device in ((Variant(32), first), (Variant(64), second)):
+        with pytest.raises(VariantNotReady):
+            kernel.kernel.get(variant, device)
+    assert kernel.compiled == 1
 
 
 def test_what_the_compiler_refuses_names_the_variant(folder: Path) -> None:
