@@ -77,13 +77,13 @@ class Recording:
         return self.layers[layer]
 
     def _gather(self, layer: str, request: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        by_position: dict[int, torch.Tensor] = {}
-        for selection, part in zip(self._of(layer), parts, strict=True):
-            for row in (selection.requests == request).nonzero()[:, 0].tolist():
-                by_position[int(selection.positions[row])] = part[:, row]
-        if not by_position:
+        found = [(s.positions[s.requests == request], part[:, s.requests == request]) for s, part in zip(self._of(layer), parts, strict=True)]
+        position, rows = torch.cat([positions for positions, _ in found]), torch.cat([part for _, part in found], dim=1)
+        if not len(position):
             raise ValueError(f"request: expected one that layer {layer!r} has run, got {request}")
-        return torch.stack([by_position[position] for position in sorted(by_position)], dim=1)
+        position, order = position.sort(stable=True)
+        is_last = torch.cat([position[1:] != position[:-1], torch.ones_like(position[:1], dtype=torch.bool)])
+        return rows[:, order[is_last]]
 
 
 @contextmanager

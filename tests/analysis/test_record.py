@@ -94,6 +94,15 @@ def test_split_plans_keep_each_part_and_shared_ids_have_no_scores():
         kept.scores("layers.2")
 
 
+def test_a_position_that_ran_twice_counts_as_it_ran_last():
+    model = Model()
+    with record(model, scores=False) as kept:
+        run(model, [([60, 0], [60, 0]), ([20, 0], [60, 0]), ([4, 0], [64, 0])], prefill=PlanCapacity(2, 60, 60))
+    first, again, more = kept.layers["layers.1"]
+    assert not torch.equal(first.ids[:, 40:], again.ids)
+    assert torch.equal(kept.ids("layers.1"), torch.cat([first.ids[:, :40], again.ids, more.ids], dim=1))
+
+
 def test_errors_name_the_model_layer_and_request():
     with pytest.raises(ValueError, match="model: expected an M3SparseAttention or a module that holds some, got Linear"), record(nn.Linear(1, 1)):
         pass
