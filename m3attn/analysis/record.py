@@ -78,9 +78,9 @@ class Recording:
 
     def _gather(self, layer: str, request: int, parts: list[torch.Tensor]) -> torch.Tensor:
         found = [(s.positions[s.requests == request], part[:, s.requests == request]) for s, part in zip(self._of(layer), parts, strict=True)]
-        position, rows = torch.cat([positions for positions, _ in found]), torch.cat([part for _, part in found], dim=1)
-        if not len(position):
+        if not any(len(positions) for positions, _ in found):
             raise ValueError(f"request: expected one that layer {layer!r} has run, got {request}")
+        position, rows = torch.cat([positions for positions, _ in found]), torch.cat([part for _, part in found], dim=1)
         position, order = position.sort(stable=True)
         is_last = torch.cat([position[1:] != position[:-1], torch.ones_like(position[:1], dtype=torch.bool)])
         return rows[:, order[is_last]]

@@ -108,6 +108,8 @@ def test_errors_name_the_model_layer_and_request():
         pass
     model = Model()
     with record(model) as kept:
+        with pytest.raises(ValueError, match=r"request: expected one that layer 'layers.1' has run, got 0"):
+            kept.ids("layers.1")
         run(model, [([5, 0], [5, 0])], prefill=PlanCapacity(2, 8, 8))
     with pytest.raises(ValueError, match=r"layer: expected one of 'layers.1', 'layers.2', got 'layers.0'"):
         kept.ids("layers.0")
