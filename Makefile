@@ -80,7 +80,7 @@ test: lint docs $(TRITONS) $(CUTE)
 	$(PYTEST) -n $(WORKERS) -m 'not slow' $(ARGS)
 
 check-kernels: $(VENV)/.ready $(TRITONS) $(CUTE)
-	$(PYTEST) -n $(WORKERS) -m slow tests/test_compile.py tests/dsl/test_variants.py $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m slow tests/test_compile.py tests/dsl $(ARGS)
 
 $(VENV)/.cute: $(VENV)/.ready
 	$(PIP) --no-build-isolation --editable '.[dev,cute]'

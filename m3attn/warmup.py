@@ -42,7 +42,8 @@ def warmup(
     """Run every stage of an M3 layer once a phase and batch size on tiny random inputs, so that their kernels are compiled and loaded.
 
     A Triton variant also depends on the layout of the tensors (which strides are multiples of 16); a captured step whose tensors are laid out
-    unlike the contiguous ones used here is warmed up by running that step once.
+    unlike the contiguous ones used here is warmed up by running that step once. A CuTe DSL variant of decode depends on the number of requests and
+    on `max_seqlen_k`; the command `m3attn warmup` compiles the usual ones on any machine, for this function to load.
 
     Args:
         heads: (Hq, Hkv, Hi) of this rank; Hi 0 for dense layers only.
@@ -61,7 +62,7 @@ def warmup(
     counts = HeadCounts(*heads)
     where = torch.device(device if device is not None else "cuda")
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("warmup: expected a GPU, there is none; kernels for another machine's GPU are compiled there")
+        raise RuntimeError("warmup: expected a GPU, there is none; `m3attn warmup --arch sm_90a` compiles the CuTe DSL kernels for another machine's")
     q_dtype, kv_dtype = ("bf16", "bf16") if mode is None else (mode.q_dtype, mode.kv_dtype)
     index_q_dtype, index_dtype = ("bf16", "bf16") if mode is None else (mode.index_q_dtype, mode.index_dtype)
     own = torch.bfloat16 if q_dtype.startswith("fp8") else torch_dtype(q_dtype)

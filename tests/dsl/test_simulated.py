@@ -28,8 +28,10 @@ KEY, ARCH = "cute_sm90", "sm_90"
 
 
 def cases(stage: str, listed: list):
+    """A third of the cases in every run; the others are slow."""
     there = registry.find(stage, KEY) is not None
-    return pytest.mark.parametrize("case", listed if there else [], ids=lambda case: case.id)
+    marked = [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if number % 3 else []) for number, case in enumerate(listed)]
+    return pytest.mark.parametrize("case", marked if there else [])
 
 
 def in_every_order(stage: str, problem: Problem, call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
