@@ -397,3 +397,37 @@ def test_greedy_tokens_in_fp32_on_a_gpu() -> None:
         assert torch.equal(greedy(model, ids, num_beams=3), expected_beams)
     # As transformers has it by default: the decode step compiled, in a CUDA graph.
     assert torch.equal(greedy(model, ids, cache_implementation="static"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_long_prefill_takes_little_memory() -> None:
+    """transformers' indexer alone would hold 4.3 GB of scores for one head of 32k tokens."""
+    model, ids = prepare(small_m3(torch.bfloat16, "cuda", layers=2, max_position_embeddings=1 << 15, **M3_LIKE)), tokens(1, 1 << 15, "cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logits = model(ids, logits_to_keep=1).logits
+    used = torch.cuda.max_memory_allocated() - before
+    assert bool(logits.isfinite().all()) and used < 2 << 30, f"{used / 2**30:.2f} GiB"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_device_map_over_two_gpus() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = small_m3(torch.float32, "cuda:0", **M3_LIKE, index_topk_blocks=4), tokens(2, 1000, "cuda:0")
+    mask = torch.ones_like(ids)
+    mask[1, :300] = 0
+    expected = greedy(prepare(model), ids, mask, 8)
+    places = {
+        "model.embed_tokens": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 1,
+        "model.layers.2": 0,
+        "model.norm": 1,
+        "model.rotary_emb": 0,
+        "lm_head": 1,
+    }
+    accelerate.dispatch_model(unprepare(model), places)
+    assert torch.equal(greedy(prepare(model), ids, mask, 8), expected)
+    assert torch.equal(greedy(model, ids, mask, 8, num_beams=2), greedy(model, ids, mask, 8, num_beams=2, cache_implementation="static"))
