@@ -356,7 +356,7 @@ ON_A_GPU = [(key, dtype, "dynamic") for key in KEYS for dtype in ("auto", "fp8_e
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("key, kv_cache_dtype, cache", ON_A_GPU, ids=str)
-def test_on_a_gpu(key: str | None, kv_cache_dtype: str, cache: str, capsys: pytest.CaptureFixture) -> None:
+def test_on_a_gpu(key: str | None, kv_cache_dtype: str, cache: str, record_property: Any) -> None:
     """auto and every implementation at M3's own block size and K, a ragged batch; a static cache's decode step is compiled by transformers."""
     model, ids = small_m3(torch.bfloat16, "cuda", **M3_LIKE, index_topk_blocks=16), tokens(2, 2900, "cuda")
     exact, by_them = copy.deepcopy(model).float()(ids).logits, model(ids).logits
@@ -373,9 +373,8 @@ def test_on_a_gpu(key: str | None, kv_cache_dtype: str, cache: str, capsys: pyte
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     padded = model(ids, attention_mask=mask, position_ids=positions).logits[1, 400:]
     apart = kl(model(ids[1:, 400:]).logits[0], padded).mean().item()
-    with capsys.disabled():
-        errors = f"mean square error {error:.2e} (eager {their_error:.2e}), KL {divergence:.2e}, padded row {apart:.2e}"
-        print(f"\n{key or mode.implementations['sparse_attention/prefill']} {mode.mode} {cache}: {errors}")
+    what = f"{key or mode.implementations['sparse_attention/prefill']} {mode.mode} {cache}"
+    record_property(what, f"mean square error {error:.2e} (eager {their_error:.2e}), KL {divergence:.2e}, padded row {apart:.2e}")
     assert divergence < 0.02 and apart < 0.02
     if mode.mode == "bf16":
         assert error <= 1.5 * their_error + 1e-6
