@@ -52,7 +52,7 @@ def dense_attention(call: DenseAttentionCall) -> None:
     """Fill `call.out` and `call.lse`.
 
     Raises:
-        ValueError: q, out, K or V whose rows do not start at multiples of 16 bytes; nothing has been launched or copied then.
+        UnsupportedProblem: q, out, K or V whose rows do not start at multiples of 16 bytes; nothing has been launched or copied then.
         VariantNotReady: under capture, for a kernel that has not run before.
         BrokenImplementation: the package cannot be imported.
     """
@@ -110,9 +110,11 @@ def _check_alignment(name: str, tensor: torch.Tensor) -> None:
     """The package would copy what it cannot read in place, a whole pool among it."""
     step = ALIGNMENT // tensor.element_size()
     if tensor.data_ptr() % ALIGNMENT or any(stride % step for stride in tensor.stride()[:-1]):
-        raise ValueError(
+        from m3attn.choice import UnsupportedProblem  # which imports the table of implementations, and that this module
+
+        raise UnsupportedProblem(
             f"{name}: expected rows that start at multiples of {ALIGNMENT} bytes for flash_attn_4, got strides {tensor.stride()} "
-            f"from byte {tensor.data_ptr() % ALIGNMENT} of such a multiple; triton takes any"
+            f"from {tensor.data_ptr() % ALIGNMENT} bytes past one; triton takes any"
         )
 
 

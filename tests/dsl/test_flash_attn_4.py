@@ -14,7 +14,7 @@ need("nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kernels")
 from simulator import simulated
 
 import m3attn
-from m3attn import LayerCache, PagedBatch
+from m3attn import LayerCache, PagedBatch, UnsupportedProblem
 from m3attn.dsl_kernels.common.cache import VariantNotReady
 from m3attn.flash_attn_4 import _compiled_kernels_only, _forward
 from m3attn.testing.bounds import attention_bound
@@ -99,7 +99,7 @@ def test_what_cannot_be_read_in_place_is_refused() -> None:
     shifted = torch.zeros(*v.shape[:3], v.shape[3] + 1, dtype=v.dtype)[..., :-1]
     for cache, name in ((LayerCache(k=odd, v=v, zero_on_alloc=True), "cache.k"), (LayerCache(k=k, v=shifted, zero_on_alloc=True), "cache.v")):
         with simulated() as device:
-            with pytest.raises(ValueError, match=rf"{name}: expected rows that start at multiples of 16 bytes for flash_attn_4"):
+            with pytest.raises(UnsupportedProblem, match=rf"{name}: expected rows that start at multiples of 16 bytes for flash_attn_4"):
                 m3attn.dense_attention(inputs.q, cache, inputs.batch, impl=KEY)
             assert not device.stats
 
