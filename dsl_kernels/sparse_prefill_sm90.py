@@ -39,7 +39,7 @@ DEFERRED_SHARE = 0.58
 """A tile is deferred where it has more different blocks than this share of its ids: where fewer than 1.7 of its tokens share a block."""
 MAX_TILE_IDS = 512
 """Ids of a tile that the merging warp keeps in registers, 16 a lane."""
-NO_BLOCK = 0x7FFFFFFF
+NO_BLOCK = -1
 NO_POSITION = -(1 << 30)
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -397,7 +397,7 @@ class SparsePrefillSm90:
         values: Ring,
         last_page: cute.Pointer,
     ):
-        """One warp: tiles, their blocks in ascending order, and a pair of loads each."""
+        """One warp: tiles, their blocks from the last to the first, and a pair of loads each."""
         lane = cute.arch.lane_idx()
         num_requests = mSeqLens.shape[0]
         max_pages = mPageTable.shape[1]
@@ -596,11 +596,11 @@ class SparsePrefillSm90:
 
     @cute.jit
     def pop(self, rIds: cute.Tensor):
-        """(the least block left, one bit for each token that selected it), which leaves the lists; (NO_BLOCK, 0) when they are empty."""
-        least = rIds[0]
+        """(the last block left, one bit for each token that selected it), which leaves the lists; (NO_BLOCK, 0) when they are empty."""
+        last = rIds[0]
         for i in cutlass.range_constexpr(1, self.tile.ids_per_lane):
-            least = min(least, rIds[i])
-        block = cute.arch.warp_redux_sync(least, "min")
+            last = max(last, rIds[i])
+        block = cute.arch.warp_redux_sync(last, "max")
         bits = Int32(0)
         for i in cutlass.range_constexpr(self.tile.ids_per_lane):
             token, _ = self.id_of(i)
@@ -613,7 +613,7 @@ class SparsePrefillSm90:
     def page_of(self, mPageTable: cute.Tensor, request: Int32, block: Int32, max_pages: Int32, num_pages: Int32):
         """The block's physical page, within the pool whatever the table says."""
         page = Int32(0)
-        if block < max_pages:
+        if block >= 0 and block < max_pages:
             page = self.clamp(mPageTable[request, block], 0, num_pages - 1)
         return page
 
@@ -683,15 +683,14 @@ class SparsePrefillSm90:
         if const_expr(self.variant.ping_pong):
             if half == 1:
                 self.end_turn(half)
+        rChunks = self.query_chunks()
         count = Int32(0)
+        keys.wait_full(count)
+        block, bits, end = self.read_entry(sEntry, keys.stage(count))
+        kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
+        self.read_queries(mQ, rChunks, half, kv_head, first_row, end_row)
         has_tiles = Boolean(True)
         while has_tiles:
-            keys.wait_full(count)
-            block, bits, end = self.read_entry(sEntry, keys.stage(count))
-            kv_head, first_row, end_row, first_position, seq_len = (
-                cute.arch.make_warp_uniform(sEntry[field, keys.stage(count)])
-                for field in (Entry.KV_HEAD, Entry.FIRST_ROW, Entry.END_ROW, Entry.FIRST_POSITION, Entry.SEQ_LEN)
-            )
             tokens = tuple(half * tile.half_tokens + (row + 8 * r) // tile.group for r in range(2))
             is_row = tuple((row + 8 * r) // tile.group < tile.half_tokens and first_row + tokens[r] < end_row for r in range(2))
             rows = Rows(
@@ -701,7 +700,8 @@ class SparsePrefillSm90:
             )
             # Blocks that every token of the half sees to their ends.
             whole_blocks = self.clamp(first_position + half * tile.half_tokens + 1, 0, seq_len) // BLOCK
-            self.load_queries(mQ, half_pointer, half, kv_head, first_row, end_row)
+            self.store_queries(rChunks, half_pointer)
+            self.sync_half(half)
             rO.fill(0.0)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
@@ -764,8 +764,13 @@ class SparsePrefillSm90:
                         keys.wait_full(count)
                         block, bits, end = self.read_entry(sEntry, keys.stage(count))
 
+            done_head, done_row, done_end = kv_head, first_row, end_row
+            if has_tiles:
+                keys.wait_full(count)
+                block, bits, end = self.read_entry(sEntry, keys.stage(count))
+                kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
+                self.read_queries(mQ, rChunks, half, kv_head, first_row, end_row)
             self.finish(
-                mQ,
                 mOut,
                 mLse,
                 mSinkKey,
@@ -779,9 +784,9 @@ class SparsePrefillSm90:
                 is_row,
                 half_pointer,
                 half,
-                kv_head,
-                first_row,
-                end_row,
+                done_head,
+                done_row,
+                done_end,
             )
 
     def fragments(self, qk_mma, pv_mma, half_pointer, sK, sV):
@@ -808,10 +813,14 @@ class SparsePrefillSm90:
         """(block, bits, what follows) of the block in a stage, the same in all lanes."""
         return tuple(cute.arch.make_warp_uniform(sEntry[field, stage]) for field in (Entry.BLOCK, Entry.BITS, Entry.END))
 
+    def read_place(self, sEntry, stage):
+        """(KV head, first row, end row, first position, sequence length) of the tile of the block in a stage."""
+        fields = (Entry.KV_HEAD, Entry.FIRST_ROW, Entry.END_ROW, Entry.FIRST_POSITION, Entry.SEQ_LEN)
+        return tuple(cute.arch.make_warp_uniform(sEntry[field, stage]) for field in fields)
+
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, half_pointer: cute.Pointer, half: Int32, kv_head: Int32, first_row: Int32, end_row: Int32):
-        """The half's query rows into shared memory, each warp the 16 that its lanes hold of accumulators; rows of no token become 0."""
-        rChunks = self.query_chunks()
+    def read_queries(self, mQ: cute.Tensor, rChunks: cute.Tensor, half: Int32, kv_head: Int32, first_row: Int32, end_row: Int32):
+        """The half's query rows into registers, each warp the 16 that its lanes hold of accumulators; rows of no token become 0."""
         rChunks.fill(0.0)
         per_row = self.head_dim * self.qk_dtype.width // 128
         for step in cutlass.range_constexpr(rChunks.shape[1]):
@@ -820,8 +829,6 @@ class SparsePrefillSm90:
             if row // self.tile.group < self.tile.half_tokens and first_row + token < end_row:
                 gChunk = cute.local_tile(mQ[first_row + token, head, None], (rChunks.shape[0],), (chunk,))
                 cute.autovec_copy(gChunk, rChunks[None, step])
-        self.store_queries(rChunks, half_pointer)
-        self.sync_half(half)
 
     def query_chunks(self):
         """Registers for a thread's share of a half's queries: [elements of 16 bytes, steps]."""
@@ -940,7 +947,6 @@ class SparsePrefillSm90:
     @cute.jit
     def finish(
         self,
-        mQ: cute.Tensor,
         mOut: cute.Tensor,
         mLse: MaybeTensor,
         mSinkKey: MaybeTensor,
