@@ -49,6 +49,12 @@ def matrix(stage: str, xs: Iterable[Any], full: Iterable[Any]) -> list[Any]:
     return [pytest.param(i.key, case, id=f"{i.key}-{name}", marks=marks) for i in m3attn.implementations(stage) for name, case in named.items()]
 
 
+def needs_zeroed(stage: str, key: str) -> bool:
+    """Whether an implementation takes only caches that declare `zero_on_alloc`."""
+    implementation = find(stage, key)
+    return implementation is not None and implementation.capabilities.needs_zero_on_alloc
+
+
 def skip_if_declined(stage: str, key: str, problem: Problem) -> None:
     """Skip with every reason the implementation gives against `problem`."""
     implementation = find(stage, key)

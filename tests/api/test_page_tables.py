@@ -9,11 +9,10 @@ import torch
 
 import m3attn
 from m3attn import Capabilities, LayerCache, PagedBatch, UnsupportedProblem, heads_as_pages, selected_page_table
-from m3attn.registry import find
 from m3attn.testing.bounds import attention_bound
 from m3attn.testing.cases import LAYOUTS, AttentionCase, Step
 from m3attn.testing.inputs import AttentionInputs, attention_inputs
-from m3attn.testing.matrix import DEVICE, arch, keys, pick, skip_if_declined
+from m3attn.testing.matrix import DEVICE, arch, keys, needs_zeroed, pick, skip_if_declined
 
 BLOCK, PAGE = pick((32, 16), (128, 128))
 DECODE = Step("decode", (1, 1, 1, 1), (5 * BLOCK, 2 * BLOCK + 9, 0, 1), page_size=PAGE, block_size=BLOCK, padded_rows=2, slack=BLOCK)
@@ -71,8 +70,7 @@ def check(inputs: AttentionInputs, out: torch.Tensor, lse: torch.Tensor) -> None
 @pytest.mark.parametrize("ids", ["ascending", "scattered"])
 @pytest.mark.parametrize("key", keys("dense_attention"))
 def test_one_dense_call_is_sparse_attention(key: str, ids: str, step: Step) -> None:
-    zeroed = find("dense_attention", key).capabilities.needs_zero_on_alloc
-    case = case_of(step, layout="hnd" if ids == "ascending" else "packed", ids=ids, zero_on_alloc=zeroed)
+    case = case_of(step, layout="hnd" if ids == "ascending" else "packed", ids=ids, zero_on_alloc=needs_zeroed("dense_attention", key))
     skip_if_declined("dense_attention", key, case.problem(arch()))
     inputs = attention_inputs(case, DEVICE)
     check(inputs, *dense_over_blocks(inputs, key))

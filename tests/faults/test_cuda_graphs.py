@@ -19,7 +19,7 @@ from m3attn.dtypes import E4M3
 from m3attn.reference.numerics import indexable
 from m3attn.testing.cases import AttentionCase, IndexCase, MergeCase, NormRopeCase, SelectCase, Step
 from m3attn.testing.inputs import attention_inputs, generator, index_inputs, merge_inputs, norm_rope_inputs, normal, random_ids, score_fill
-from m3attn.testing.matrix import DEVICE, arch, gpu_only, keys, pick, skip_if_declined
+from m3attn.testing.matrix import DEVICE, arch, gpu_only, keys, needs_zeroed, pick, skip_if_declined
 
 BLOCK = pick(16, 128)
 DECODE = Step("decode", (1, 1, 1, 1), (3 * BLOCK, 2 * BLOCK + 9, 5 * BLOCK, BLOCK), page_size=BLOCK, block_size=BLOCK, padded_rows=1)
@@ -86,7 +86,8 @@ def test_sparse_attention(key: str, mode: str, step: Step) -> None:
 @pytest.mark.parametrize("mode", pick(["fp32"], ["bf16", "widen_e4m3", "fp8"]))
 @pytest.mark.parametrize("key", kernels("dense_attention"))
 def test_dense_attention(key: str, mode: str, step: Step) -> None:
-    check_attention("dense_attention", key, AttentionCase(step, pick(2, 64), pick(1, 4), pick(64, 128), topk=0, mode=mode))
+    case = AttentionCase(step, pick(2, 64), pick(1, 4), pick(64, 128), topk=0, mode=mode, zero_on_alloc=needs_zeroed("dense_attention", key))
+    check_attention("dense_attention", key, case)
 
 
 def check_attention(stage: str, key: str, case: AttentionCase) -> None:

@@ -18,9 +18,8 @@ import m3attn
 from m3attn import LayerCache, M3Config, PagedBatch, PlanCapacity, StepPlan
 from m3attn.dtypes import torch_dtype
 from m3attn.layers.sparse import M3SparseAttention
-from m3attn.registry import find
 from m3attn.testing.inputs import NAN_BYTE
-from m3attn.testing.matrix import DEVICE, MARKS, pick
+from m3attn.testing.matrix import DEVICE, MARKS, needs_zeroed, pick
 
 SMALL = dataclasses.replace(oracle.CONFIG, topk=2, sparse_layers=(False, True, True))
 CONFIG = pick(SMALL, M3Config(hidden_size=256, max_position=8192, sparse_layers=(False, True, True)))
@@ -156,8 +155,7 @@ if DEVICE == "cuda":
 def test_decode_steps(key: str, drafts: int, formats: dict[str, Any], steps: int) -> None:
     """The step that is captured also recomputes positions and slots, so that half of the steps change lengths and pages on the device alone."""
     generator = torch.Generator().manual_seed(0)
-    dense = find("dense_attention", key)
-    finite = dense is not None and dense.capabilities.needs_zero_on_alloc
+    finite = needs_zeroed("dense_attention", key)
     stack = stack_or_skip(CONFIG, key, page_size=PAGE, dtype=DTYPE, zero_on_alloc=finite, **formats)
     capacity = {"decode": PlanCapacity(REQUESTS, REQUESTS * drafts, drafts)}
     mine, twin = pair(stack, capacity, generator, finite=finite)
