@@ -12,22 +12,28 @@ from cutlass import BFloat16, Float16, Float32, Int32, Uint8, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from m3attn.calls import SparseAttentionCall
-from m3attn.dsl_kernels import finish_rows, warp_mma
+from m3attn.dsl_kernels import decode_schedule, finish_rows, warp_mma
 from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.decode_schedule import HEAD_DIM, power_of_2
 from m3attn.dsl_kernels.finish_rows import LANE_DIMS, MINUS_INF, finish_row, load_scale, sink_logit
 from m3attn.dtypes import dtype_name
 
-HEAD_DIM = 128
 WARPS = 4
 WARP = 32
-MAX_SPLITS = WARP  # a lane a split
 ELEMENTS = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32, "fp8_e4m3": Uint8}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Attributes: q_dtype (read for the sink alone), sink: element types, sink `none` without one; q_scale, v_scale: whether the scale has a tensor;
-    aligned: rows of q and out start at multiples of 16 bytes."""
+    """What a compiled kernel depends on.
+
+    Attributes:
+        q_dtype: read for the sink alone.
+        sink: element type of sink_key, or `none`.
+        q_scale, v_scale: whether the scale has a tensor.
+        aligned: rows of q and out start at multiples of 16 bytes.
+        max_splits: splits, rounded up to a power of two.
+    """
 
     q_dtype: str
     lse: bool
@@ -35,9 +41,13 @@ class Variant:
     q_scale: bool
     v_scale: bool
     aligned: bool
+    max_splits: int = 16
 
 
 class MergeSplits:
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+
     @cute.jit
     def __call__(
         self,
@@ -84,6 +94,10 @@ class MergeSplits:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if row < mOut.shape[0]:
+            # Read whether their LSEs are -inf or not, all at once, and before those: it is one wait for memory.
+            parts = cute.make_rmem_tensor((LANE_DIMS, self.variant.max_splits), Float32)
+            for split in cutlass.range_constexpr(self.variant.max_splits):
+                cute.autovec_copy(finish_rows.four(mPartial[cutlass.min(split, splits - 1), row, head, None], lane), parts[None, split])
             is_owned = row >= mCuSeqlens[0] and row < mCuSeqlens[mCuSeqlens.shape[0] - 1]
             lse = Float32(MINUS_INF)
             if lane < splits and is_owned:
@@ -93,13 +107,10 @@ class MergeSplits:
             total = cute.arch.warp_reduction_sum(weight)
             output = cute.make_rmem_tensor(LANE_DIMS, Float32)
             output.fill(0.0)
-            for split in cutlass.range(splits, unroll=4):
-                # Read whether its LSE is -inf or not, so as not to wait for that first.
-                part = cute.make_rmem_tensor(LANE_DIMS, Float32)
-                cute.autovec_copy(finish_rows.four(mPartial[split, row, head, None], lane), part)
+            for split in cutlass.range_constexpr(self.variant.max_splits):
                 part_weight = cute.arch.shuffle_sync(weight, split)
                 for i in cutlass.range_constexpr(LANE_DIMS):
-                    output[i] += part[i] * part_weight if part_weight > 0.0 else Float32(0.0)
+                    output[i] += parts[i, split] * part_weight if part_weight > 0.0 else Float32(0.0)
             sink = None
             if const_expr(mSink is not None):
                 sink = sink_logit(mQ, mSink, row, head, lane) * sm_scale * load_scale(q_scale, mQScale)
@@ -117,7 +128,7 @@ def build(variant: Variant) -> tuple[MergeSplits, tuple[Any, ...]]:
     partial = make_fake_tensor(Float32, (splits, tokens, heads, HEAD_DIM), (*partial_strides, HEAD_DIM, 1), assumed_align=16)
     partial_lse = make_fake_tensor(Float32, (splits, tokens, heads), (cute.sym_int64(), cute.sym_int64(), 1))
     scale = make_fake_tensor(Float32, (1,), (1,))
-    return MergeSplits(), (
+    return MergeSplits(variant), (
         partial,
         partial_lse,
         make_fake_tensor(Int32, (cute.sym_int(),), (cute.sym_int64(),)),
@@ -134,7 +145,9 @@ def build(variant: Variant) -> tuple[MergeSplits, tuple[Any, ...]]:
     )
 
 
-KERNEL: CuteKernel[Variant] = CuteKernel("merge_splits_sm90", build, sources=[__file__, finish_rows.__file__, warp_mma.__file__])
+KERNEL: CuteKernel[Variant] = CuteKernel(
+    "merge_splits_sm90", build, sources=[__file__, decode_schedule.__file__, finish_rows.__file__, warp_mma.__file__]
+)
 
 
 def merge_splits(call: SparseAttentionCall, q: torch.Tensor, partial_out: torch.Tensor, partial_lse: torch.Tensor, aligned: bool) -> None:
@@ -150,7 +163,8 @@ def merge_splits(call: SparseAttentionCall, q: torch.Tensor, partial_out: torch.
     sink = "none" if call.sink_key is None else dtype_name(call.sink_key.dtype)
     q_scale = call.q_scale.tensor if has_sink else None
     v_scale = call.v_scale.tensor
-    variant = Variant(dtype_name(call.q.dtype), call.lse is not None, sink, q_scale is not None, v_scale is not None, aligned)
+    max_splits = power_of_2(partial_out.shape[0])
+    variant = Variant(dtype_name(call.q.dtype), call.lse is not None, sink, q_scale is not None, v_scale is not None, aligned, max_splits)
     KERNEL.get(variant, call.q.device)(
         partial_out,
         partial_lse,

@@ -28,7 +28,8 @@ MMA_KEYS = 16
 K_STEPS = HEAD_DIM // 16
 D_TILES = HEAD_DIM // 8
 WARP = 32
-MAX_PART_KEYS = 32  # of a warp at a time: more would not fit its registers beside 64 of outputs and 32 of queries
+ROWS_AT_ONCE = 4  # that a warp joins, so that it waits for memory once
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # where both are whole warpgroups
 NONE = 2**31 - 1  # no block
 OUT_PITCH = HEAD_DIM + 8  # floats; a half warp's 8-byte stores then fall into different banks
 READERS = 1  # named barrier of the consumer warps
@@ -87,6 +88,22 @@ class RowTile:
         return seen if token < self.num_tokens else Int32(0)
 
 
+@dataclass(frozen=True)
+class Results:
+    """Where a CTA's rows go, and what they need on the way there."""
+
+    mQ: cute.Tensor
+    mSink: Any
+    mOut: cute.Tensor
+    mLse: Any
+    q_factor: Float32
+    v_factor: Float32
+    rows: RowTile
+    first_head: Int32
+    group: Int32
+    split: Int32
+
+
 class SparseDecode:
     """One CTA: a tile of tokens, one KV head, one of several equal runs of the union's steps.
 
@@ -104,9 +121,11 @@ class SparseDecode:
         self.rows = variant.tokens * variant.token_rows
         self.row_warps = self.rows // MMA_ROWS
         self.readers = self.row_warps * variant.key_warps
-        self.threads = (self.readers + 1) * WARP
+        # Nine warps would have 168 registers each. Beside a warpgroup of producers, of which one works, eight have room for more keys at a time.
+        self.is_wide = self.readers == 8
+        self.threads = (self.readers + (4 if self.is_wide else 1)) * WARP
         self.warp_keys = variant.step_keys // variant.key_warps
-        self.part_keys = min(self.warp_keys, MAX_PART_KEYS)
+        self.part_keys = min(self.warp_keys, 64 if self.is_wide else 32)
         self.key_tiles = self.part_keys // 8
         self.block_steps = BLOCK // variant.step_keys
         self.boxes = HEAD_DIM * self.kv_type.width // 8 // warp_mma.SWIZZLE_BYTES
@@ -178,6 +197,7 @@ class SparseDecode:
             block=(self.threads, 1, 1),
             cluster=(1, 1, splits) if self.variant.cluster else None,
             stream=stream,
+            min_blocks_per_mp=1 if self.is_wide else 0,  # without it ptxas does not give registers from warpgroup to warpgroup
             use_pdl=True,
         )
 
@@ -248,69 +268,82 @@ class SparseDecode:
             steps_a_split = cute.ceil_div(steps, splits)
             first_step = cutlass.min(split * steps_a_split, steps)
             end_step = cutlass.min(first_step + steps_a_split, steps)
-            if warp == self.readers:
-                self.load(tma_k, mK, tma_v, mV, s_layout, buffer, k_full, v_full, empty, sPages, kv_head, first_step, end_step)
+            if warp >= self.readers:
+                if const_expr(self.is_wide):
+                    cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                if warp == self.readers:
+                    self.load(tma_k, mK, tma_v, mV, s_layout, buffer, k_full, v_full, empty, sPages, kv_head, first_step, end_step)
+                if const_expr(variant.cluster):
+                    self.meet_cluster()
+                    self.meet_cluster()
             else:
+                if const_expr(self.is_wide):
+                    cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
                 group = mQ.shape[1] // mIds.shape[0]
                 q_factor = sm_scale * load_scale(q_scale, mQScale)
                 factor = q_factor * load_scale(k_scale, mKScale) * LOG2E
                 self.attend(
                     mQ, rows, kv_head, group, factor, buffer, k_full, v_full, empty, sBlocks, sMembers, sMax, sSum, first_step, end_step, warp, lane
                 )
+                to = Results(mQ, mSink, mOut, mLse, q_factor, load_scale(v_scale, mVScale), rows, kv_head * group, group, split)
                 sOut = self.out_tile(buffer)
-                for row in cutlass.range(warp, self.rows, self.readers, unroll=1):
-                    token, head = row // variant.token_rows, row % variant.token_rows
-                    if token < rows.num_tokens and head < group:
-                        output, largest, total = self.join_key_warps(sOut, sMax, sSum, row, lane)
-                        token += rows.first_row
-                        head += kv_head * group
-                        if const_expr(variant.cluster):
-                            cute.arch.sync_warp()
-                            cute.autovec_copy(output, finish_rows.four(sOut[None, 0, row], lane))
-                            if lane == 0:
-                                sMax[0, row], sSum[0, row] = largest, total
-                        elif const_expr(variant.split):
-                            self.store_partial(output, largest, total, mOut, mLse, split, token, head, lane)
-                        else:
-                            self.finish(output, largest, total, mQ, mSink, mOut, mLse, q_factor, v_scale, mVScale, token, head, lane)
-            if const_expr(variant.cluster):
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
-                if warp != self.readers:
-                    group = mQ.shape[1] // mIds.shape[0]
-                    q_factor = sm_scale * load_scale(q_scale, mQScale)
-                    for row in cutlass.range(warp * splits + split, self.rows, self.readers * splits, unroll=1):
-                        token, head = row // variant.token_rows, row % variant.token_rows
-                        if token < rows.num_tokens and head < group:
-                            output, largest, total = self.join_splits(self.out_tile(buffer), sMax, sSum, splits, row, lane)
-                            token += rows.first_row
-                            head += kv_head * group
-                            self.finish(output, largest, total, mQ, mSink, mOut, mLse, q_factor, v_scale, mVScale, token, head, lane)
-                # No CTA leaves while another reads its shared memory.
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
+                if const_expr(variant.cluster):
+                    self.join_in_place(sOut, sMax, sSum, warp, lane)
+                    self.meet_cluster()
+                    self.store_rows(to, sOut, sMax, sSum, splits, warp * splits + split, self.readers * splits, lane)
+                    # No CTA leaves while another reads its shared memory.
+                    self.meet_cluster()
+                else:
+                    self.store_rows(to, sOut, sMax, sSum, splits, warp, self.readers, lane)
+
+    def meet_cluster(self) -> None:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     @cute.jit
-    def finish(
-        self,
-        output: cute.Tensor,
-        largest: Float32,
-        total: Float32,
-        mQ: cute.Tensor,
-        mSink: Any,
-        mOut: cute.Tensor,
-        mLse: Any,
-        q_factor: Float32,
-        v_scale: Float32,
-        mVScale: Any,
-        row: Int32,
-        head: Int32,
-        lane: Int32,
+    def join_in_place(self, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, warp: Int32, lane: Int32) -> None:
+        """Leaves each row's sum over the warps that shared its keys at the place of the first of them."""
+        if const_expr(self.variant.key_warps > 1):
+            for i in cutlass.range_constexpr(self.rows // self.readers):
+                row = warp + i * self.readers
+                output, largest, total = self.join_key_warps(sOut, sMax, sSum, row, lane)
+                cute.arch.sync_warp()
+                cute.autovec_copy(output, finish_rows.four(sOut[None, 0, row], lane))
+                if lane == 0:
+                    sMax[0, row], sSum[0, row] = largest, total
+
+    @cute.jit
+    def store_rows(
+        self, to: Results, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, splits: Int32, first_row: Int32, stride: Int32, lane: Int32
     ) -> None:
-        sink = None
-        if const_expr(mSink is not None):
-            sink = sink_logit(mQ, mSink, row, head, lane) * q_factor
-        finish_row(output, largest, total, sink, load_scale(v_scale, mVScale), mOut, mLse, row, head, lane)
+        """A warp's rows first_row, first_row + stride, … of the tile: joined, then to the outputs or to the split's partials."""
+        variant = self.variant
+        for start in cutlass.range(first_row, self.rows, stride * ROWS_AT_ONCE, unroll=1):
+            rOut = cute.make_rmem_tensor((finish_rows.LANE_DIMS, ROWS_AT_ONCE), Float32)
+            rMax, rSum, rSink = (cute.make_rmem_tensor(ROWS_AT_ONCE, Float32) for _ in range(3))
+            for i in cutlass.range_constexpr(ROWS_AT_ONCE):
+                row = cutlass.min(start + i * stride, self.rows - 1)
+                if const_expr(variant.cluster):
+                    output, rMax[i], rSum[i] = self.join_splits(sOut, sMax, sSum, splits, row, lane)
+                else:
+                    output, rMax[i], rSum[i] = self.join_key_warps(sOut, sMax, sSum, row, lane)
+                for j in cutlass.range_constexpr(finish_rows.LANE_DIMS):
+                    rOut[j, i] = output[j]
+                if const_expr(to.mSink is not None):
+                    token = cutlass.min(row // variant.token_rows, to.rows.num_tokens - 1)
+                    head = to.first_head + cutlass.min(row % variant.token_rows, to.group - 1)
+                    rSink[i] = sink_logit(to.mQ, to.mSink, to.rows.first_row + token, head, lane) * to.q_factor
+            for i in cutlass.range_constexpr(ROWS_AT_ONCE):
+                row = start + i * stride
+                token, head = row // variant.token_rows, row % variant.token_rows
+                if row < self.rows and token < to.rows.num_tokens and head < to.group:
+                    token += to.rows.first_row
+                    head += to.first_head
+                    if const_expr(variant.split):
+                        self.store_partial(rOut[None, i], rMax[i], rSum[i], to.mOut, to.mLse, to.split, token, head, lane)
+                    else:
+                        sink = None if const_expr(to.mSink is None) else rSink[i]
+                        finish_row(rOut[None, i], rMax[i], rSum[i], sink, to.v_factor, to.mOut, to.mLse, token, head, lane)
 
     @cute.jit
     def join_splits(
@@ -867,13 +900,14 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride * size % 16 == 0 for stride in tensor.stride()[:2])
+    """Whether the rows of a [T, H, D] tensor start at multiples of 16 bytes."""
+    size, (row, head, _) = tensor.element_size(), tensor.stride()
+    return (tensor.data_ptr() | row * size | head * size) % 16 == 0
 
 
 def _check_pool(argument: str, tensor: torch.Tensor) -> None:
-    size = tensor.element_size()
-    if tensor.data_ptr() % 16 or any(stride * size % 16 for stride in tensor.stride()[:3]):
+    size, (page, head, slot, _) = tensor.element_size(), tensor.stride()
+    if (tensor.data_ptr() | page * size | head * size | slot * size) % 16:
         raise UnsupportedProblem(
             f"{argument}: expected an address and strides in multiples of 16 bytes, which TMA needs, got address {tensor.data_ptr():#x} and strides "
             f"{tensor.stride()} of {size} bytes; impl='triton' takes any"
