@@ -207,7 +207,8 @@ def _noting(name: str, original, notes: list):
             what = "values" if arguments[1][-1] else "keys"  # P comes from registers, queries from shared memory
         elif name == "wgmma_wait":
             what = arguments[0]
-        notes.append((warp.cta.ctaid[0], warp.index, name, what, name == "mbar_wait" and (result is None or not result.any())))
+        if "SparsePrefillSm90" in warp.comp.kernel.name:
+            notes.append((warp.cta.ctaid[0], warp.index, name, what, name == "mbar_wait" and (result is None or not result.any())))
         return result
 
     return method
