@@ -151,7 +151,7 @@ class IndexScoreSm90:
             num_blocks,
             skip_blocks,
             chunk_blocks,
-        ).launch(grid=(num_ctas, 1, 1), block=(32 * OTHER_WARPS + 128 * self.groups, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(num_ctas, 1, 1), block=(32 * OTHER_WARPS + 128 * self.groups, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -197,6 +197,8 @@ class IndexScoreSm90:
                     cute.arch.mbarrier_init(k_empty + stage, 4 * self.groups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         rows = QueryRows(mOffsets, mSeqLens, row_begin, row_end, max_seqlen_k)
         if warp < OTHER_WARPS:

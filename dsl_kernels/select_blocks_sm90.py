@@ -97,6 +97,7 @@ class SelectBlocksSm90:
             grid=(cute.ceil_div(row_end - row_begin, rows_of_cta), mOut.shape[0], 1),
             block=(32 * WARPS, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -114,6 +115,8 @@ class SelectBlocksSm90:
         init_blocks: Int32,
         local_blocks: Int32,
     ):
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         tile, head, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         # Last rows first: they see most blocks, and short rows fill the gaps at the end.
