@@ -251,6 +251,8 @@ def add_builtin_implementations() -> None:
             "sparse_attention",
             "sparse_attention_sm90",
             "sparse_prefill_sm90",
+            "sparse_prefill_by_block_sm90",
+            "block_lists_sm90",
             "sparse_decode_sm90",
             "decode_schedule",
             "merge_splits_sm90",
