@@ -91,8 +91,10 @@ print(f"loads of a block: {T * K} with a program a token, {sum(unions)} with til
 #
 # ## Who finds the union
 #
-# The producer is one warp. It holds all ids of the tile in registers, spread over its lanes, and takes the least one out, again and again. `redux`
-# is one instruction for a minimum, or an OR, over the warp: first the block, then a word with a bit for each token that chose it.
+# The producer is one warp. It holds all ids of the tile in registers, spread over its lanes, and takes the last block out, again and again. `redux`
+# is one instruction for a maximum, or an OR, over the warp: first the block, then a word with a bit for each token that chose it. The last block
+# comes first because it is the tokens' own: they see it in part, it needs the causal mask, and the path with the mask has no overlap, which the
+# first block of a tile cannot have anyway.
 
 # %%
 SOURCE = Path(sparse_prefill_sm90.__file__).read_text()
@@ -113,11 +115,11 @@ show("pop")
 
 # %%
 def entries(rows: torch.Tensor) -> list[tuple[int, int]]:
-    """(block, bits) of a tile's ids [tokens, K], in ascending order; bit t: token t chose the block."""
+    """(block, bits) of a tile's ids [tokens, K], from the last block to the first; bit t: token t chose the block."""
     left = [set(row) - {-1} for row in rows.tolist()]
     found = []
     while any(left):
-        block = min(min(row) for row in left if row)
+        block = max(max(row) for row in left if row)
         found.append((block, sum(1 << token for token, row in enumerate(left) if block in row)))
         for row in left:
             row.discard(block)
