@@ -23,7 +23,10 @@ from m3attn.dsl_kernels import (
     sparse_prefill_sm90,
 )
 from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.decode_schedule import Schedule, power_of_2, schedule_for
+from m3attn.dtypes import is_fp8, torch_dtype
 from m3attn.registry import BrokenImplementation
+from m3attn.workspace import DEFAULT_LIMIT
 
 _PREFILL = sparse_prefill_sm90.Variant(
     qk_dtype="bf16",
@@ -41,8 +44,6 @@ _PREFILL = sparse_prefill_sm90.Variant(
     aligned=True,
     defers=True,
 )
-_PREFILL_FP8 = replace(_PREFILL, qk_dtype="fp8_e4m3", v_dtype="fp16")
-_PREFILL_WIDEN = replace(_PREFILL, v_dtype="fp16")
 _BY_BLOCK = sparse_prefill_by_block_sm90.Variant(
     qk_dtype="bf16",
     v_dtype="bf16",
@@ -56,14 +57,48 @@ _BY_BLOCK = sparse_prefill_by_block_sm90.Variant(
     negative_scale=False,
     aligned=True,
 )
-_DECODE = sparse_decode_sm90.Variant(
-    q_dtype="bf16", kv_dtype="bf16", tokens=1, token_rows=16, max_topk=16, key_warps=4, step_keys=64, stages=3, split=True
-)
-_DECODE_FP8 = replace(_DECODE, q_dtype="fp8_e4m3", kv_dtype="fp8_e4m3", step_keys=128)
-_VERIFY = replace(_DECODE, tokens=8, key_warps=1, stages=6)
-_MERGE = merge_splits_sm90.Variant(q_dtype="bf16", lse=False, sink="none", q_scale=False, v_scale=False, aligned=True)
+_WIDEN: dict[str, Any] = dict(v_dtype="fp16")
+_FP8: dict[str, Any] = dict(qk_dtype="fp8_e4m3", v_dtype="fp16")
+_FP16: dict[str, Any] = dict(qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16")
+_DEVICE_SCALES: dict[str, Any] = dict(q_scale=True, k_scale=True, v_scale=True)
 _SCORE = index_score_sm90.Variant("bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
 _SELECT = select_blocks_sm90.Variant(width=16, lanes=8, vector=True)
+
+
+def _schedule(kv_dtype: str, requests: int, queries: int = 1, group: int = 16) -> Schedule:
+    """Of a step over long contexts at M3's 4 groups of 16 heads, or one group of fewer."""
+    num_kv_heads = 4 if group == 16 else 1
+    return schedule_for(
+        max_seqlen_q=queries,
+        num_requests=requests,
+        num_q_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        topk=16,
+        num_blocks=1024,
+        element_size=1 if is_fp8(torch_dtype(kv_dtype)) else 2,
+        tokens=requests * queries,
+        limit=DEFAULT_LIMIT,
+    )
+
+
+def _decode(q_dtype: str, kv_dtype: str, requests: int, queries: int = 1, group: int = 16) -> sparse_decode_sm90.Variant:
+    schedule = _schedule(kv_dtype, requests, queries, group)
+    return sparse_decode_sm90.Variant(
+        q_dtype,
+        kv_dtype,
+        tokens=schedule.tokens,
+        token_rows=schedule.token_rows,
+        max_topk=16,
+        key_warps=schedule.key_warps,
+        step_keys=schedule.step_keys,
+        stages=schedule.stages,
+        split=schedule.splits > 1,
+    )
+
+
+def _merge(q_dtype: str, kv_dtype: str, requests: int) -> merge_splits_sm90.Variant:
+    max_splits = power_of_2(_schedule(kv_dtype, requests).splits)
+    return merge_splits_sm90.Variant(q_dtype, lse=False, sink="none", q_scale=False, v_scale=False, aligned=True, max_splits=max_splits)
 
 
 def _named(kernel: CuteKernel, **variants: Any) -> dict[str, tuple[CuteKernel, Any]]:
@@ -74,53 +109,53 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
     **_named(
         sparse_prefill_sm90.KERNEL,
         bf16=_PREFILL,
-        fp8=_PREFILL_FP8,
-        widen=_PREFILL_WIDEN,
-        fp16_group1_ids64=replace(_PREFILL, qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16", group=1, ids=64, sink_dtype="bf16", defers=False),
-        group8=replace(_PREFILL, group=8),
-        fp8_group8=replace(_PREFILL_FP8, group=8),
-        widen_group8=replace(_PREFILL_WIDEN, group=8),
-        group2_ids32_sink=replace(_PREFILL, group=2, ids=32, aligned=False, negative_scale=True, sink_dtype="fp32"),
-        group32=replace(_PREFILL, group=32, defers=False),
-        fp8_group4_scales_sink=replace(_PREFILL_FP8, group=4, q_scale=True, k_scale=True, v_scale=True, lse=True, sink_dtype="fp16"),
+        fp8=replace(_PREFILL, **_FP8),
+        widen=replace(_PREFILL, **_WIDEN),
+        fp16_group1_ids64=replace(_PREFILL, **_FP16, group=1, ids=64, sink_dtype="bf16", defers=False),
+        fp8_group8=replace(_PREFILL, **_FP8, group=8),
+        fp8_group4_scales_sink=replace(_PREFILL, **_FP8, **_DEVICE_SCALES, group=4, lse=True, sink_dtype="fp16", defers=False),
+        group32_ids32_sink=replace(_PREFILL, group=32, ids=32, aligned=False, negative_scale=True, sink_dtype="fp32", defers=False),
     ),
     **_named(
         sparse_prefill_by_block_sm90.KERNEL,
         bf16=_BY_BLOCK,
-        fp8_group8_scales=replace(_BY_BLOCK, qk_dtype="fp8_e4m3", v_dtype="fp16", group=8, lse=True, q_scale=True, k_scale=True, v_scale=True),
-        fp16_group1=replace(_BY_BLOCK, qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16", group=1, negative_scale=True, aligned=False),
+        fp8=replace(_BY_BLOCK, **_FP8),
+        widen=replace(_BY_BLOCK, **_WIDEN),
+        fp16_group1_scales=replace(_BY_BLOCK, **_FP16, **_DEVICE_SCALES, group=1, lse=True, negative_scale=True, aligned=False),
+        fp8_group8=replace(_BY_BLOCK, **_FP8, group=8),
     ),
     **_named(block_lists_sm90.KERNEL, all=block_lists_sm90.Variant(sparse_prefill_by_block_sm90.ITEM_PICKS)),
     **_named(
         sparse_decode_sm90.KERNEL,
-        bf16=_DECODE,
-        fp8=_DECODE_FP8,
-        widen=replace(_DECODE, kv_dtype="fp8_e4m3", step_keys=128),
-        verify=_VERIFY,
-        bf16_unsplit=replace(_DECODE, split=False),
-        fp8_unsplit=replace(_DECODE_FP8, split=False, q_scale=True, k_scale=True, v_scale=True),
-        fp16_unsplit_sink=replace(_DECODE, q_dtype="fp16", kv_dtype="fp16", split=False, lse=True, sink="bf16", aligned=False),
-        e5m2_ids64=replace(_DECODE, kv_dtype="fp8_e5m2", step_keys=128, max_topk=64),
-        verify_fp8=replace(_VERIFY, q_dtype="fp8_e4m3", kv_dtype="fp8_e4m3", stages=12),
-        verify_widen=replace(_VERIFY, kv_dtype="fp8_e4m3", stages=12),
-        verify_group8=replace(_VERIFY, token_rows=8, key_warps=2, max_topk=32),
-        verify_fp8_2_tokens=replace(_DECODE_FP8, tokens=2, key_warps=2),
+        bf16=_decode("bf16", "bf16", requests=1),
+        bf16_many=_decode("bf16", "bf16", requests=128),
+        bf16_verify=_decode("bf16", "bf16", requests=1, queries=4),
+        fp8=_decode("fp8_e4m3", "fp8_e4m3", requests=1),
+        fp8_many=_decode("fp8_e4m3", "fp8_e4m3", requests=128),
+        fp8_verify=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4),
+        widen=_decode("bf16", "fp8_e4m3", requests=1),
+        widen_many=_decode("bf16", "fp8_e4m3", requests=128),
+        widen_verify=_decode("bf16", "fp8_e4m3", requests=1, queries=4),
+        fp8_verify_group8=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4, group=8),
+        fp16_many_sink=replace(_decode("fp16", "fp16", requests=128), lse=True, sink="bf16", aligned=False),
+        e5m2_many_ids64=replace(_decode("bf16", "fp8_e5m2", requests=128), **_DEVICE_SCALES, max_topk=64),
     ),
     **_named(
         merge_splits_sm90.KERNEL,
-        bf16=_MERGE,
-        fp8=replace(_MERGE, q_dtype="fp8_e4m3"),
-        fp16_sink=replace(_MERGE, q_dtype="fp16", lse=True, sink="fp32", q_scale=True, v_scale=True, aligned=False),
+        bf16=_merge("bf16", "bf16", requests=1),
+        bf16_some=_merge("bf16", "bf16", requests=16),
+        fp8=_merge("fp8_e4m3", "fp8_e4m3", requests=1),
+        fp8_some=_merge("fp8_e4m3", "fp8_e4m3", requests=16),
+        fp16_sink=replace(_merge("fp16", "fp16", requests=1), lse=True, sink="fp32", q_scale=True, v_scale=True, aligned=False),
     ),
     **_named(
         index_score_sm90.KERNEL,
         bf16=_SCORE,
-        fp8=replace(_SCORE, dtype="fp8_e4m3"),
-        bf16_heads1=replace(_SCORE, num_heads=1),
-        fp8_heads1_scales=replace(_SCORE, dtype="fp8_e4m3", num_heads=1, fill=True, q_scale=True, k_scale=True),
-        fp16_heads3_page16=replace(_SCORE, dtype="fp16", rows=128, num_heads=3, page_size=16, fill=True),
         bf16_decode=replace(_SCORE, rows=64),
+        fp8=replace(_SCORE, dtype="fp8_e4m3"),
         fp8_decode=replace(_SCORE, dtype="fp8_e4m3", rows=64),
+        fp8_heads1_decode=replace(_SCORE, dtype="fp8_e4m3", rows=64, num_heads=1),
+        fp16_heads3_page16=replace(_SCORE, dtype="fp16", rows=128, num_heads=3, page_size=16, fill=True, q_scale=True, k_scale=True),
     ),
     **_named(
         select_blocks_sm90.KERNEL,

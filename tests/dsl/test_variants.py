@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Self
+from unittest import mock
 
 import pytest
+import torch
 from needed import need
 
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import scale_kernel
+from recorded import recorded
 from simulator import Artifacts, artifacts
 from triton import knobs
 
+import m3attn
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.variants import VARIANTS
+from m3attn.testing.cases import MODES
+from m3attn.triton_kernels import widen_pages
 
 ARCH = "sm_90"
 SHARED_MEMORY = 227 * 1024
@@ -162,3 +168,31 @@ def test_sources_are_all_that_the_kernel_is_written_in(kernel: CuteKernel) -> No
 
     module = sys.modules[kernel.build.__module__]
     assert written_in(module) <= {Path(path).resolve() for path in kernel.sources}
+
+
+def m3_batch(requests: int, queries: int) -> m3attn.PagedBatch:
+    context = 32_768
+    return m3attn.PagedBatch(
+        page_table=torch.zeros(requests, context // 128, dtype=torch.int32),
+        seq_lens=torch.full((requests,), context, dtype=torch.int32),
+        cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32) * queries,
+        max_seqlen_q=queries,
+        max_seqlen_k=context,
+        page_size=128,
+        block_size=128,
+    )
+
+
+@pytest.mark.parametrize(("requests", "queries"), [(1, 4_096), (2, 2_048), (1, 1), (16, 1), (128, 1), (1, 4)])
+@pytest.mark.parametrize("mode", ["bf16", "widen_e4m3", "fp8"])
+def test_what_m3_calls_is_named(mode: str, requests: int, queries: int) -> None:
+    """Attention and selection at M3's 64 heads over 4 groups: whatever a call takes is in the list."""
+    q_dtype, kv_dtype = MODES[mode]
+    batch, tokens = m3_batch(requests, queries), requests * queries
+    ids = torch.zeros(4, tokens, 16, dtype=torch.int32)
+    with recorded() as asked, mock.patch.object(widen_pages, "widen_pages"):
+        cache = m3attn.LayerCache(kv=torch.zeros(1, 4, 128, 256, dtype=kv_dtype), index_k=torch.zeros(1, 128, 128, dtype=q_dtype))
+        m3attn.sparse_attention(torch.zeros(tokens, 64, 128, dtype=q_dtype), cache, ids, batch, impl="cute_sm90")
+        m3attn.index_topk(torch.zeros(tokens, 4, 128, dtype=q_dtype), cache, batch, impl="cute_sm90")
+    assert len(asked) >= 3
+    assert [(kernel.name, variant) for kernel, variant in asked if (kernel, variant) not in VARIANTS[ARCH].values()] == []
