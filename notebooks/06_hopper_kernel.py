@@ -25,6 +25,7 @@ import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from unittest import mock
 
@@ -209,6 +210,8 @@ def _noting(name: str, original, notes: list):
             what = "values" if arguments[1][-1] else "keys"  # P comes from registers, queries from shared memory
         elif name == "wgmma_wait":
             what = arguments[0]
+        elif name == "tma_load":
+            what = int(arguments[2][-1][warp._lanes(arguments[-1])[0]])  # the last coordinate: the page
         if "SparsePrefillSm90" in warp.comp.kernel.name:
             notes.append((warp.cta.ctaid[0], warp.index, name, what, name == "mbar_wait" and (result is None or not result.any())))
         return result
@@ -227,6 +230,10 @@ busiest = max({n[0] for n in notes}, key=lambda cta: sum(n[0] == cta for n in no
 notes = [n for n in notes if n[0] == busiest and n[1] in (0, 4, 8)]
 addresses = sorted({n[3] for n in notes if n[2] == "mbar_init"})
 STAGES = (len(addresses) - 1) // 4
+loaded = [n[3] for n in notes if n[2] == "tma_load"]
+walked = [int((pages == page).nonzero()) for page, _ in groupby(loaded)]  # keys and values of a block follow each other
+assert walked in [[block for block, _ in entries(ids[0, first : first + TILE])] for first in range(0, T, TILE)]
+print("blocks as they were loaded:", walked)
 print(f"{len(notes)} notes; {len(addresses)} barriers: full and empty for {STAGES} stages of keys and of values, and one for the last page")
 
 # %%
