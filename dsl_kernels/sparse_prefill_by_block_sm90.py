@@ -70,6 +70,7 @@ class Variant:
     negative_scale: bool
     aligned: bool
     ping_pong: bool = False
+    lazy: bool = False
 
 
 class SparsePrefillByBlockSm90(SparsePrefillSm90):

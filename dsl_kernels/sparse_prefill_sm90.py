@@ -41,6 +41,7 @@ MAX_TILE_IDS = 512
 """Ids of a tile that the merging warp keeps in registers, 16 a lane."""
 NO_BLOCK = -1
 NO_POSITION = -(1 << 30)
+LAZY_LOG2 = 8.0
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
@@ -84,6 +85,7 @@ class Variant:
     aligned: bool
     defers: bool
     anchored: bool = True
+    lazy: bool = False
     ping_pong: bool = False
 
 
@@ -924,9 +926,12 @@ class SparsePrefillSm90:
                 shift = finite_max * scale_log2
                 rescale[r] = cute.math.exp2((old_max - finite_max) * scale_log2, fastmath=True)
             else:
-                new_max = new_max if is_member else old_max
+                moves = is_member
+                if const_expr(self.variant.lazy):
+                    moves = is_member and (new_max - old_max) * scale_log2 > LAZY_LOG2
+                new_max = new_max if moves else old_max
                 shift = new_max * scale_log2 if is_member else Float32.inf
-                rescale[r] = cute.math.exp2((old_max - new_max) * scale_log2, fastmath=True) if is_member else Float32(1.0)
+                rescale[r] = cute.math.exp2((old_max - new_max) * scale_log2, fastmath=True) if moves else Float32(1.0)
             weights = cute.math.exp2(row * scale_log2 - shift, fastmath=True)
             row_max[r] = new_max
             row_sum[r] = row_sum[r] * rescale[r] + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
@@ -940,6 +945,14 @@ class SparsePrefillSm90:
         flat_p = cute.make_tensor(rP.iterator, cute.make_layout(cute.size(rP)))
         flat_s = cute.make_tensor(rS.iterator, cute.make_layout(cute.size(rS)))
         flat_p.store(flat_s.load().to(self.v_dtype))
+        if const_expr(self.variant.lazy):
+            if cute.arch.vote_any_sync(rescale[0] != 1.0 or rescale[1] != 1.0):
+                self.rescale_output(rO, rescale)
+        else:
+            self.rescale_output(rO, rescale)
+
+    @cute.jit
+    def rescale_output(self, rO: cute.Tensor, rescale: cute.Tensor):
         output = self.by_row(rO)
         for r in cutlass.range_constexpr(2):
             output[r, None].store(output[r, None].load() * rescale[r])
