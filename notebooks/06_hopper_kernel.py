@@ -193,13 +193,6 @@ assert not any(float(says.split()[-1]) < 0.01 for says in faults.values() if say
 NOTED = {"tma_load", "wgmma", "wgmma_commit", "wgmma_wait", "mbar_init", "mbar_wait", "mbar_arrive"}
 
 
-@contextmanager
-def traced(notes: list):
-    """While it is open, warps write (thread block, warp, what, argument, whether it had to wait) into `notes`."""
-    with mock.patch.multiple(Warp, **{name: _noting(name, getattr(Warp, name), notes) for name in NOTED}):
-        yield
-
-
 def _noting(name: str, original, notes: list):
     def method(warp, *arguments):
         result = original(warp, *arguments)
@@ -217,6 +210,14 @@ def _noting(name: str, original, notes: list):
         return result
 
     return method
+
+
+# %%
+@contextmanager
+def traced(notes: list):
+    """While it is open, warps write (thread block, warp, what, argument, whether it had to wait) into `notes`."""
+    with mock.patch.multiple(Warp, **{name: _noting(name, getattr(Warp, name), notes) for name in NOTED}):
+        yield
 
 
 # %% [markdown]
