@@ -184,9 +184,10 @@ class SelectBlocksSm90:
         for start in cutlass.range(0, longest, width * self.lanes, unroll=1):
             fresh = self.load(gScores, start, width // 4, lane, first, last, NEGATIVE_INFINITY)
             fresh = put_in_order(fresh, sorting_network(width))
-            kept = put_in_order([cute.arch.fmax(largest[i], fresh[width - 1 - i]) for i in range(width)], bitonic_merge(width))
+            if start > 0:
+                fresh = put_in_order([cute.arch.fmax(largest[i], fresh[width - 1 - i]) for i in range(width)], bitonic_merge(width))
             for i in cutlass.range_constexpr(width):
-                largest[i] = kept[i]
+                largest[i] = fresh[i]
         kept, shift = merge_lanes([largest[i] for i in range(width)], self.lanes, lane)
         # Element n of the merged sequence lies in lane n // len(kept), times 2^shift where lanes hold copies.
         index = cutlass.max(wanted - 1, 0)
