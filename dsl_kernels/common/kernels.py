@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import platform
 import re
@@ -21,11 +22,23 @@ from m3attn.registry import BrokenImplementation
 Variant = TypeVar("Variant")
 
 FUNCTION = "kernel"
+
+
+def host_cpu() -> str:
+    """What the host code of an object file needs: LLVM compiles it for the very CPU, vector instructions included."""
+    found = None
+    with contextlib.suppress(OSError):
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    features = sorted(set(found[1].split())) if found else []
+    vectors = [name for name in features if name.startswith(("amx", "avx", "bmi", "f16c", "fma", "sse", "asimd", "sve"))]
+    return " ".join([platform.machine(), *vectors])
+
+
 VERSIONS = {
     "nvidia-cutlass-dsl": cutlass.__version__,
     "CUDA toolkit": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}",
     "apache-tvm-ffi": tvm_ffi.__version__,
-    "host": platform.machine(),
+    "host": host_cpu(),
 }
 
 

@@ -17,9 +17,9 @@ need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 from scale_kernel import KERNEL, Variant, build
 from simulator import ORDERS, simulated
 
-from m3attn.dsl_kernels.common import cache
+from m3attn.dsl_kernels.common import cache, kernels
 from m3attn.dsl_kernels.common.cache import MAGIC, VariantNotReady
-from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.common.kernels import CuteKernel, host_cpu
 from m3attn.registry import BrokenImplementation
 
 SOURCE = Path(__file__).with_name("scale_kernel.py")
@@ -45,6 +45,17 @@ class Counted:
 
     def get(self, threads: int = 64):
         return self.kernel.for_arch(Variant(threads), "sm_90a")
+
+
+def test_another_cpu_compiles_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host code built for wider vectors than a CPU has would end the process."""
+    Counted().get()
+    monkeypatch.setitem(kernels.VERSIONS, "host", f"{host_cpu()} avx1024")
+    other = Counted()
+    other.get()
+    assert other.compiled == 1
+    monkeypatch.setattr(Path, "read_text", lambda path: "processor : 0\nflags\t\t: fpu avx512f md_clear avx\n")
+    assert host_cpu().split()[1:] == ["avx", "avx512f"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -153,7 +164,7 @@ WORKER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from scale_kernel import KERNEL, Variant
-from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.common.kernels import CuteKernel, host_cpu
 compiled = CuteKernel.compile
 def announce(self, variant, arch):
     print("compiled", flush=True)
