@@ -28,9 +28,9 @@ KEY, ARCH = "cute_sm90", "sm_90"
 
 
 def cases(stage: str, listed: list):
-    """A third of the cases in every run; the others are slow."""
+    """A quarter of the cases in every run; the others are slow."""
     there = registry.find(stage, KEY) is not None
-    marked = [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if number % 3 else []) for number, case in enumerate(listed)]
+    marked = [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if number % 4 else []) for number, case in enumerate(listed)]
     return pytest.mark.parametrize("case", marked if there else [])
 
 
