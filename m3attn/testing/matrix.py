@@ -73,3 +73,12 @@ def run_or_skip(stage: str, key: str, problem: Problem, call: Callable[[], R]) -
             call()
         pytest.skip("; ".join(reasons))
     return call()
+
+
+def skip_if_refused(call: Callable[[], R]) -> R:
+    """The result of `call`, or a skip with its message if the implementation refuses these tensors: their addresses, strides, or scratch limit,
+    which no `Problem` shows."""
+    try:
+        return call()
+    except m3attn.UnsupportedProblem as refusal:
+        pytest.skip(str(refusal))

@@ -34,6 +34,7 @@ def far_copies(*pools: torch.Tensor) -> list[torch.Tensor]:
     pages = pools[0].shape[0]
     inner = [pool[0].numel() for pool in pools]
     page_stride = max(sum(inner), -(-BEYOND // max(1, pages - 2)))
+    page_stride = -(-page_stride // 16) * 16  # whole 16 bytes, which tensor maps need
     storage = torch.empty(page_stride * pages, dtype=pools[0].dtype, device=pools[0].device)
     views, start = [], 0
     for pool, size in zip(pools, inner, strict=True):

@@ -13,7 +13,7 @@ from m3attn.testing.bounds import assert_within, attention_bound, score_bound
 from m3attn.testing.cases import AttentionCase, IndexCase, Step
 from m3attn.testing.ids import check_id_form, compare_ids
 from m3attn.testing.inputs import AttentionInputs, attention_inputs, index_inputs
-from m3attn.testing.matrix import DEVICE, arch, keys, pick, skip_if_declined, stage_keys
+from m3attn.testing.matrix import DEVICE, arch, keys, pick, skip_if_declined, skip_if_refused, stage_keys
 
 BLOCK = pick(16, 128)
 SMALL_LIMIT = 1 << 20
@@ -60,7 +60,7 @@ def test_a_small_workspace_limit_changes_only_rounding(stage: str, key: str, q_l
     skip_if_declined(stage, key, case.problem(arch()))
     inputs = attention_inputs(case, DEVICE)
     small_limit()
-    out, lse = getattr(m3attn, stage)(*inputs.arguments(), **inputs.options, return_lse=True, impl=key)
+    out, lse = skip_if_refused(lambda: getattr(m3attn, stage)(*inputs.arguments(), **inputs.options, return_lse=True, impl=key))
     attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options).check(out, lse)
 
 
@@ -114,7 +114,7 @@ def test_attention_on_tensors_at_odd_addresses(stage: str, key: str) -> None:
     batch = replace(inputs.batch, page_table=misaligned(inputs.batch.page_table), cu_seqlens_q=misaligned(inputs.batch.cu_seqlens_q))
     ids = None if inputs.ids is None else misaligned(inputs.ids)
     odd = AttentionInputs(misaligned(inputs.q), LayerCache(k=misaligned(k), v=misaligned(v)), batch, ids, inputs.options)
-    out, lse = getattr(m3attn, stage)(*odd.arguments(), **odd.options, return_lse=True, impl=key)
+    out, lse = skip_if_refused(lambda: getattr(m3attn, stage)(*odd.arguments(), **odd.options, return_lse=True, impl=key))
     attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids).check(out, lse)
 
 
@@ -126,7 +126,7 @@ def test_scores_on_tensors_at_odd_addresses(key: str) -> None:
     skip_if_declined("index_score", key, case.problem(arch()))
     inputs = index_inputs(case, DEVICE)
     cache = LayerCache(index_k=misaligned(inputs.cache.index_key()))
-    scores = m3attn.index_score(misaligned(inputs.index_q), cache, inputs.batch, impl=key)
+    scores = skip_if_refused(lambda: m3attn.index_score(misaligned(inputs.index_q), cache, inputs.batch, impl=key))
     assert_within(scores, *score_bound(inputs.index_q, inputs.cache, inputs.batch))
 
 
