@@ -1,4 +1,4 @@
-"""Device values that no caller should pass: a row may be wrong, and nothing outside the given tensors is touched; the interpreter checks each access."""
+"""Device values that no caller should pass: a row may be wrong, but nothing outside the given tensors is touched. Each access is checked."""
 
 from collections.abc import Callable
 
