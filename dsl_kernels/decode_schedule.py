@@ -58,7 +58,7 @@ def schedule_for(
     num_kv_heads: int,
     topk: int,
     num_blocks: int,
-    element_size: int,
+    kv_dtype: str,
     tokens: int,
     limit: int,
 ) -> Schedule:
@@ -66,12 +66,12 @@ def schedule_for(
 
     Args:
         num_blocks: blocks of the longest request.
-        element_size: bytes of a key's element.
+        kv_dtype: a name of `m3attn.dtypes`.
         tokens: query rows.
         limit: bytes that the splits' partials may take.
     """
     override = tuple(sorted(settings_override.items()))
-    return _schedule(max_seqlen_q, num_requests, num_q_heads, num_kv_heads, topk, num_blocks, element_size, tokens, limit, override)
+    return _schedule(max_seqlen_q, num_requests, num_q_heads, num_kv_heads, topk, num_blocks, kv_dtype, tokens, limit, override)
 
 
 @lru_cache(maxsize=4096)
@@ -82,7 +82,7 @@ def _schedule(
     num_kv_heads: int,
     topk: int,
     num_blocks: int,
-    element_size: int,
+    kv_dtype: str,
     tokens: int,
     limit: int,
     override: tuple[tuple[str, int], ...],
@@ -91,10 +91,12 @@ def _schedule(
     tile_tokens = min(power_of_2(max(max_seqlen_q, 1)), MAX_TILE_ROWS // group)
     token_rows = max(group, MMA_ROWS // tile_tokens)
     row_warps = tile_tokens * token_rows // MMA_ROWS
-    # Four consumer warps and half a multiprocessor's memory where rows are few; eight and all of it where they fill the tensor cores.
-    small = row_warps <= 2
+    element_size = 1 if kv_dtype.startswith("fp8") else 2
+    # Four consumer warps and half a multiprocessor's memory for a single token, else eight and all of it. Two CTAs of four leave a thread 168
+    # registers, which e5m2 exceeds.
+    small = row_warps == 1 and kv_dtype != "fp8_e5m2"
     key_warps = (4 if small else 8) // row_warps
-    step_keys = 128 if element_size == 1 and small else 64
+    step_keys = 128 if element_size == 1 and row_warps <= 2 else 64
     stages = (96 if small else 192) * 1024 // (2 * step_keys * HEAD_DIM * element_size)
     settings = {"key_warps": key_warps, "step_keys": step_keys, "stages": stages} | dict(override)
     forced_splits = settings.pop("splits", None)
@@ -136,10 +138,10 @@ def decode_workspace_bytes(shape: WorkShape) -> int:
             num_kv_heads=shape.num_kv_heads,
             topk=shape.topk,
             num_blocks=shape.num_blocks,
-            element_size=element_size,
+            kv_dtype=kv_dtype,
             tokens=shape.tokens,
             limit=shape.limit,
         )
-        for element_size in (1, 2)
+        for kv_dtype in ("bf16", "fp8_e4m3", "fp8_e5m2")
     )
     return max(partial_bytes(schedule.splits, shape.tokens, shape.num_q_heads) for schedule in schedules)

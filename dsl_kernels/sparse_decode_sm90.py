@@ -31,6 +31,7 @@ WARP = 32
 ROWS_AT_ONCE = 4  # that a warp joins, so that it waits for memory once
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # where both are whole warpgroups
 NONE = 2**31 - 1  # no block
+BLOCK_BITS = 16  # of an id
 OUT_PITCH = HEAD_DIM + 8  # floats; a half warp's 8-byte stores then fall into different banks
 READERS = 1  # named barrier of the consumer warps
 ELEMENTS = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32, "fp8_e4m3": Uint8, "fp8_e5m2": Uint8}
@@ -197,7 +198,9 @@ class SparseDecode:
             block=(self.threads, 1, 1),
             cluster=(1, 1, splits) if self.variant.cluster else None,
             stream=stream,
-            min_blocks_per_mp=1 if self.is_wide else 0,  # without it ptxas does not give registers from warpgroup to warpgroup
+            # Without the first ptxas takes what registers it likes, and does not give them from warpgroup to warpgroup.
+            min_blocks_per_mp=1 if self.is_wide else 2,
+            preferred_smem_carveout=100,
             use_pdl=True,
         )
 
@@ -265,14 +268,11 @@ class SparseDecode:
             rows_guessed = rows.first_row == tile // tiles_a_request * max_seqlen_q + tile % tiles_a_request * variant.tokens
             self.unite(mIds, mPageTable, mK.shape[3], rows, rows_guessed, rIds, kv_head, thread, sIds, sFirst, sBlocks, sPages, sMembers, sLength)
             steps = self.num_steps(sLength, sBlocks, rows)
-            steps_a_split = cute.ceil_div(steps, splits)
-            first_step = cutlass.min(split * steps_a_split, steps)
-            end_step = cutlass.min(first_step + steps_a_split, steps)
             if warp >= self.readers:
                 if const_expr(self.is_wide):
                     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if warp == self.readers:
-                    self.load(tma_k, mK, tma_v, mV, s_layout, buffer, k_full, v_full, empty, sPages, kv_head, first_step, end_step)
+                    self.load(tma_k, mK, tma_v, mV, s_layout, buffer, k_full, v_full, empty, sPages, kv_head, split, steps, splits)
                 if const_expr(variant.cluster):
                     self.meet_cluster()
                     self.meet_cluster()
@@ -283,7 +283,7 @@ class SparseDecode:
                 q_factor = sm_scale * load_scale(q_scale, mQScale)
                 factor = q_factor * load_scale(k_scale, mKScale) * LOG2E
                 self.attend(
-                    mQ, rows, kv_head, group, factor, buffer, k_full, v_full, empty, sBlocks, sMembers, sMax, sSum, first_step, end_step, warp, lane
+                    mQ, rows, kv_head, group, factor, buffer, k_full, v_full, empty, sBlocks, sMembers, sMax, sSum, split, steps, splits, warp, lane
                 )
                 to = Results(mQ, mSink, mOut, mLse, q_factor, load_scale(v_scale, mVScale), rows, kv_head * group, group, split)
                 sOut = self.out_tile(buffer)
@@ -415,9 +415,11 @@ class SparseDecode:
         sMembers: cute.Tensor,
         sLength: cute.Tensor,
     ) -> None:
-        """The tile's distinct blocks, ascending, with page and tokens (bit t: token t picked it): a thread an id, ranked by comparison.
+        """The tile's distinct blocks with page and tokens (bit t: token t picked it): a thread an id, ranked by comparison.
 
-        Ids may stand in any order. One that stands twice in a row leaves an entry without tokens behind.
+        Blocks of one token are ascending; else those of more tokens come first. All warps work on those, and when the stages hold blocks of few
+        tokens, no warp is likely to have picked all of them while the others wait. Ids may stand in any order. One that stands twice in a row leaves
+        an entry without tokens behind.
         """
         variant, num_ids = self.variant, self.num_ids
         rPages, rMembers = cute.make_rmem_tensor_like(rIds), cute.make_rmem_tensor_like(rIds)
@@ -440,9 +442,9 @@ class SparseDecode:
                 sIds[entry], sBlocks[entry], sPages[entry], sMembers[entry] = block, Int32(0), Int32(0), Int32(0)
         cute.arch.sync_threads()
 
-        sRanked = sIds
+        sRanked, rKeys = sIds, rIds
         if const_expr(variant.tokens > 1):
-            sRanked = sFirst
+            sRanked, rKeys = sFirst, cute.make_rmem_tensor_like(rIds)
             for i in cutlass.range_constexpr(cute.size(rIds)):
                 entry = thread + i * self.threads
                 if entry < num_ids:
@@ -457,7 +459,8 @@ class SparseDecode:
                     # Of the tokens that picked a block the first keeps it.
                     is_first = rIds[i] != NONE and (members & ((1 << (entry // variant.max_topk)) - 1)) == 0
                     rMembers[i] = members if is_first else Int32(0)
-                    sFirst[entry] = rIds[i] if is_first else Int32(NONE)
+                    rKeys[i] = ((variant.tokens - cute.arch.popc(members)) << BLOCK_BITS) + rIds[i] if is_first else Int32(NONE)
+                    sFirst[entry] = rKeys[i]
             cute.arch.sync_threads()
 
         for i in cutlass.range_constexpr(cute.size(rIds)):
@@ -467,7 +470,7 @@ class SparseDecode:
                     for j in cutlass.range_constexpr(0, 16, 4):
                         ids = self.four_at(sRanked, start + j)
                         for m in cutlass.range_constexpr(4):
-                            rank += Int32(ids[m] < rIds[i])
+                            rank += Int32(ids[m] < rKeys[i])
                             length += Int32(ids[m] != NONE)
                 if rMembers[i] != 0:
                     page = cutlass.min(cutlass.max(rPages[i], 0), num_pages - 1)
@@ -485,12 +488,13 @@ class SparseDecode:
 
     @cute.jit
     def num_steps(self, sLength: cute.Tensor, sBlocks: cute.Tensor, rows: RowTile) -> Int32:
-        """Pipeline steps of the union; keys behind the last visible one, which lie in its last block, are not loaded."""
+        """Pipeline steps of the union. Of one token, keys behind the last visible one, which lie in its last block, are not loaded."""
         length = sLength[0]
-        steps = Int32(0)
-        if length > 0:
-            keys = rows.visible(rows.num_tokens - 1) - sBlocks[length - 1] * BLOCK
-            steps = (length - 1) * self.block_steps + cutlass.min(cute.ceil_div(keys, self.variant.step_keys), self.block_steps)
+        steps = length * self.block_steps
+        if const_expr(self.variant.tokens == 1):
+            if length > 0:
+                keys = rows.visible(0) - sBlocks[length - 1] * BLOCK
+                steps += cutlass.min(cute.ceil_div(keys, self.variant.step_keys) - self.block_steps, 0)
         return steps
 
     @cute.jit
@@ -507,8 +511,9 @@ class SparseDecode:
         empty: cute.Pointer,
         sPages: cute.Tensor,
         kv_head: Int32,
-        first_step: Int32,
-        end_step: Int32,
+        split: Int32,
+        steps: Int32,
+        splits: Int32,
     ) -> None:
         """The producer warp: one TMA tile of K and one of V a step, as far ahead as there are stages."""
         variant, parts = self.variant, []
@@ -519,7 +524,7 @@ class SparseDecode:
             parts.append(cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)))
         (tKsK, tKgK), (tVsV, tVgV) = parts
         stage, phase = Int32(0), Int32(1)
-        for step in cutlass.range(first_step, end_step, unroll=1):
+        for step in cutlass.range(split, steps, splits, unroll=1):
             page, part = sPages[step // self.block_steps], step % self.block_steps
             cute.arch.mbarrier_wait(empty + stage, phase)
             with cute.arch.elect_one():
@@ -547,8 +552,9 @@ class SparseDecode:
         sMembers: cute.Tensor,
         sMax: cute.Tensor,
         sSum: cute.Tensor,
-        first_step: Int32,
-        end_step: Int32,
+        split: Int32,
+        steps: Int32,
+        splits: Int32,
         warp: Int32,
         lane: Int32,
     ) -> None:
@@ -568,7 +574,7 @@ class SparseDecode:
         v_address = k_address + variant.stages * self.tile_bytes
 
         stage, phase = Int32(0), Int32(0)
-        for step in cutlass.range(first_step, end_step, unroll=1):
+        for step in cutlass.range(split, steps, splits, unroll=1):
             members = sMembers[step // self.block_steps] & tokens
             first_key = sBlocks[step // self.block_steps] * BLOCK + step % self.block_steps * variant.step_keys + key_warp * self.warp_keys
             # Also by a warp that skips the step, or its arrival below might count for the stage's earlier contents.
@@ -931,6 +937,7 @@ def sparse_decode(call: SparseAttentionCall) -> None:
         return
     _check_pool("cache.k", call.k)
     _check_pool("cache.v", call.v)
+    kv_dtype = dtype_name(call.k.dtype)
     schedule = schedule_for(
         max_seqlen_q=batch.max_seqlen_q,
         num_requests=batch.num_requests,
@@ -938,7 +945,7 @@ def sparse_decode(call: SparseAttentionCall) -> None:
         num_kv_heads=call.k.shape[1],
         topk=call.ids.shape[2],
         num_blocks=batch.num_blocks,
-        element_size=call.k.element_size(),
+        kv_dtype=kv_dtype,
         tokens=num_rows,
         limit=workspace_limit(),
     )
@@ -956,7 +963,7 @@ def sparse_decode(call: SparseAttentionCall) -> None:
         scales[2] = None
     variant = Variant(
         dtype_name(call.q.dtype),
-        dtype_name(call.k.dtype),
+        kv_dtype,
         schedule.tokens,
         schedule.token_rows,
         max(16, power_of_2(call.ids.shape[2])),

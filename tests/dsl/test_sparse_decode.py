@@ -195,9 +195,9 @@ def test_without_requests_or_pages() -> None:
         assert call.lse is not None and (call.out == 0).all() and (call.lse == float("-inf")).all()
 
 
-@pytest.mark.parametrize("element_size", [1, 2])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("group", range(1, 33))
-def test_schedules_fit_the_machine(group: int, element_size: int) -> None:
+def test_schedules_fit_the_machine(group: int, kv_dtype: str) -> None:
     for q_len in (1, 2, 3, 8, 16):
         for requests in (1, 16, 200):
             s = schedule_for(
@@ -207,7 +207,7 @@ def test_schedules_fit_the_machine(group: int, element_size: int) -> None:
                 num_kv_heads=4,
                 topk=64,
                 num_blocks=1000,
-                element_size=element_size,
+                kv_dtype=kv_dtype,
                 tokens=requests * q_len,
                 limit=1 << 24,
             )
