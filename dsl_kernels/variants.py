@@ -24,7 +24,6 @@ from m3attn.dsl_kernels import (
 )
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.decode_schedule import Schedule, power_of_2, schedule_for
-from m3attn.dtypes import is_fp8, torch_dtype
 from m3attn.registry import BrokenImplementation
 from m3attn.workspace import DEFAULT_LIMIT
 
@@ -75,7 +74,7 @@ def _schedule(kv_dtype: str, requests: int, queries: int = 1, group: int = 16) -
         num_kv_heads=num_kv_heads,
         topk=16,
         num_blocks=1024,
-        element_size=1 if is_fp8(torch_dtype(kv_dtype)) else 2,
+        kv_dtype=kv_dtype,
         tokens=requests * queries,
         limit=DEFAULT_LIMIT,
     )
