@@ -75,6 +75,7 @@ def put_in_order(values: list[Float32], pairs: Iterator[tuple[int, int]]) -> lis
 class SelectBlocksSm90:
     def __init__(self, variant: Variant) -> None:
         self.width, self.lanes, self.vector = variant.width, variant.lanes, variant.vector
+        self.short_cut = self.lanes == 32 and self.width <= 32
 
     @cute.jit
     def __call__(
@@ -143,16 +144,24 @@ class SelectBlocksSm90:
                     gOut[i] = (i if i < first or live <= topk else live - chosen + i) if i < chosen else -1
 
         longest = cute.arch.warp_redux_sync(last if ranked else 0, "max")
+        if cutlass.const_expr(self.short_cut):
+            smem = cutlass.memory.SmemAllocator()
+            sScores = smem.allocate_tensor(Float32, cute.make_layout((32, WARPS)), 16)[None, warp]
+            sIds = smem.allocate_tensor(Int32, cute.make_layout((32, WARPS)), 16)[None, warp]
+            if longest > 0:
+                longest = self.write_few(gScores, gOut, sScores, sIds, first, last, longest, lane, wanted)
         if longest > 0:
             bound = self.nth_largest(gScores, first, last, longest, lane, wanted)
             count = self.write_ids(gScores, gOut, first, last, longest, lane, bound, wanted)
-            if cute.arch.vote_any_sync(count > wanted):
+            is_tied = ranked and (count > wanted or bound == Float32(NEGATIVE_INFINITY))  # NaN, which reaches nothing, counts as -inf
+            if cute.arch.vote_any_sync(is_tied):
                 cute.arch.sync_warp()
-                self.write_ids_of_ties(gScores, gOut, first, last, longest, lane, bound, wanted, count > wanted)
+                self.write_ids_of_ties(gScores, gOut, first, last, longest, lane, bound, wanted, is_tied)
 
     @cute.jit
     def load(self, gScores, start, groups: cutlass.Constexpr[int], lane, first, last, absent: cutlass.Constexpr[float]):
-        """The lane's groups of four scores among those from `start` on: -inf for NaN, `absent` outside [first, last). Lanes take groups in turn."""
+        """The lane's groups of four scores among those from `start` on, `absent` outside [first, last); with -inf there, -inf for NaN too. Lanes take
+        groups in turn."""
         scores = [cute.make_rmem_tensor(4, Float32) for _ in range(groups)]
         for group in cutlass.range_constexpr(groups):
             column = start + (group * self.lanes + lane) * 4
@@ -167,13 +176,60 @@ class SelectBlocksSm90:
         # No score is looked at before all are on their way.
         for group in cutlass.range_constexpr(groups):
             column = start + (group * self.lanes + lane) * 4
-            for i in cutlass.range_constexpr(4):
-                scores[group][i] = cute.arch.fmax(scores[group][i], Float32(NEGATIVE_INFINITY))
+            if cutlass.const_expr(absent == NEGATIVE_INFINITY):
+                for i in cutlass.range_constexpr(4):
+                    scores[group][i] = cute.arch.fmax(scores[group][i], Float32(NEGATIVE_INFINITY))
             if column < first or column + 4 > last:
                 for i in cutlass.range_constexpr(4):
                     is_inside = column + i >= first and column + i < last
                     scores[group][i] = scores[group][i] if is_inside else Float32(absent)
         return [scores[i // 4][i % 4] for i in range(4 * groups)]
+
+    @cute.jit
+    def write_few(self, gScores, gOut, sScores, sIds, first, last, longest, lane, wanted):
+        """Most rows' short cut: the ids by way of at most 32 candidates, one a lane. 0 if it came to an end, else `longest`.
+
+        The wanted-th largest of the lanes' maxima is a bound that at least so many scores reach, and few more where large scores do not crowd in few
+        lanes. Too many candidates, ties too many, NaN among what is wanted: nothing is written.
+        """
+        best = Float32(NEGATIVE_INFINITY)
+        for start in cutlass.range(0, longest, STEP * 32, unroll=1):
+            scores = self.load(gScores, start, STEP // 4, lane, first, last, NEGATIVE_INFINITY)
+            for i in cutlass.range_constexpr(STEP):
+                best = cute.arch.fmax(best, scores[i])
+        bound = cute.arch.shuffle_sync(sort_lanes(best, lane), wanted - 1)
+
+        count = Int32(0)
+        for start in cutlass.range(0, longest, STEP * 32, unroll=1):
+            scores = self.load(gScores, start, STEP // 4, lane, first, last, NAN)
+            reach = Int32(0)
+            for i in cutlass.range_constexpr(STEP):
+                reach = reach | (1 << i) if scores[i] >= bound else reach
+            own = Int32(cute.arch.popc(reach))
+            up_to = index_rows.prefix_sum(own, lane)
+            place = count + up_to - own
+            while reach != 0:
+                i = 31 - Int32(cute.arch.clz(reach & -reach))
+                reach = reach & (reach - 1)
+                if place < 32:
+                    column = start + (i // 4 * 32 + lane) * 4 + i % 4
+                    sIds[place] = column
+                    sScores[place] = gScores[column]
+                place += 1
+            count += cute.arch.shuffle_sync(up_to, 31)
+        cute.arch.sync_warp()
+
+        if count >= wanted and count <= 32 and bound > Float32(NEGATIVE_INFINITY):
+            score = sScores[lane] if lane < count else Float32(NEGATIVE_INFINITY)
+            bound = cute.arch.shuffle_sync(sort_lanes(score, lane), wanted - 1)
+            is_chosen = lane < count and score >= bound
+            if Int32(cute.arch.popc(cute.arch.vote_ballot_sync(is_chosen))) == wanted:
+                # Ids negated, so that the lowest come first; as fp32 they are exact.
+                order = sort_lanes(Float32(-sIds[lane]) if is_chosen else Float32(NEGATIVE_INFINITY), lane)
+                if lane < wanted:
+                    gOut[first + lane] = Int32(-order)
+                longest = Int32(0)
+        return longest
 
     @cute.jit
     def nth_largest(self, gScores, first, last, longest, lane, wanted):
@@ -291,6 +347,18 @@ def merge_lanes(values: list[Float32], lanes: cutlass.Constexpr[int], lane: Int3
                 values = [keep(keep_large, values[i], values[i + len(values) // 2]) for i in range(len(values) // 2)]
         values = put_in_order(values, bitonic_merge(len(values)))
     return values, max(0, lanes.bit_length() - 1 - bits)  # low bits of a lane's number tell copies apart
+
+
+@cute.jit
+def sort_lanes(value: Float32, lane: Int32):
+    """The warp's values, the largest in lane 0."""
+    for size in cutlass.range_constexpr(1, 6):
+        for step in cutlass.range_constexpr(size):
+            partner = 1 << (size - 1 - step)
+            is_first = (lane & partner) == 0
+            descends = (lane & (1 << size)) == 0
+            value = keep(is_first == descends, value, cute.arch.shuffle_sync_bfly(value, partner))
+    return value
 
 
 @cute.jit

@@ -86,6 +86,17 @@ def test_all_large_scores_in_one_lane() -> None:
     assert ids.flatten().tolist() == [128 * group + i for group in range(4) for i in range(4)]
 
 
+@pytest.mark.parametrize("lanes", [8, 32])
+def test_nan_is_chosen_before_a_later_infinity(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select_blocks_sm90, "lanes_override", lanes)
+    scores = torch.full((1, 1, 40), float("-inf"))
+    scores[..., 1::3] = float("nan")
+    scores[..., [9, 30]] = torch.tensor([-1e-45, 2.0])
+    batch = PagedBatch.from_lengths([1], [40 * 128], torch.zeros(1, 40, dtype=torch.int32))
+    ids = run(scores, batch, torch.zeros(1, 1, 6, dtype=torch.int32), topk=6, init_blocks=0, local_blocks=1)
+    assert ids.flatten().tolist() == [0, 1, 2, 9, 30, 39]
+
+
 def test_any_strides() -> None:
     case = SelectCase(WIDE, num_heads=2, scores="garbage_tail")
     scores, batch, selection = select_inputs(case, "cpu")
