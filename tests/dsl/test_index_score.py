@@ -13,7 +13,8 @@ from simulator import ORDERS, simulated
 from m3attn.calls import IndexScoreCall
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import index_score_sm90
-from m3attn.dsl_kernels.index_score_sm90 import index_score, rows_of_tile, tokens_of_tile
+from m3attn.dsl_kernels.index_score_sm90 import index_score, rows_of_tile
+from m3attn.dsl_kernels.index_score_work import tokens_of_tile
 from m3attn.reference.index import index_score as reference
 from m3attn.scales import UNIT
 from m3attn.testing.bounds import assert_within, score_bound
