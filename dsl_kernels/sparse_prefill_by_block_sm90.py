@@ -29,6 +29,7 @@ from m3attn.dsl_kernels.sparse_prefill_sm90 import (
     HALF_ROWS,
     LN2,
     LOG2E,
+    NO_BLOCK,
     WARPGROUP,
     MaybeTensor,
     Ring,
@@ -45,6 +46,8 @@ ITEM_PICKS = 64
 """The most picks of a block that are attended to with one load of it."""
 STAGES = 3
 COMBINE_THREADS = 128
+JOINED_PARTS = 16
+"""Partials that a thread reads at a time."""
 NO_PICK = -1
 
 
@@ -292,8 +295,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
             tKsK, tKgK = self.partition_pages(k_atom, sK, k_pages, kv_head)
             tVsV, tVgV = self.partition_pages(v_atom, sV, v_pages, kv_head)
             self.load_keys(k_atom, tKgK, tKsK, page, stage, keys, True)
-            values.wait_empty(count)
-            last_page_phase = self.load_values(v_atom, tVgV, tVsV, sV, page, stage, values, num_keys, True, last_page, last_page_phase)
+            last_page_phase = self.load_values(v_atom, tVgV, tVsV, sV, page, count, values, num_keys, True, last_page, last_page_phase)
             count += 1
             work = next_work
 
@@ -328,6 +330,13 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         rChunks = self.query_chunks()
         rPick = cute.make_rmem_tensor(2, Int32)  # of this thread's two rows
         rVisible = cute.make_rmem_tensor(2, Int32)
+        rDone = cute.make_rmem_tensor((8, self.head_dim // 16), self.out_dtype)  # partials that are not written yet, and whose they are
+        rDone.fill(0.0)
+        logsums = cute.make_rmem_tensor(2, Float32)
+        logsums.fill(0.0)
+        rDonePick = cute.make_rmem_tensor(2, Int32)
+        rDonePick.fill(NO_PICK)
+        done_head = Int32(0)
         first_row = which * mPartOut.shape[0]
 
         count = Int32(0)
@@ -342,8 +351,10 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
             self.read_picks(mQ, sPicks, rChunks, rPick, rVisible, group, picks, stage, kv_head)
             values.wait_full(count)
             while group * picks_of_group < picks:
+                # The queries before the last group's partials: their fence would wait for stores to memory.
                 self.store_queries(rChunks, half_pointer)
                 self.sync_half(half)
+                self.write_partials(mPartOut, mPartLse, rDone, logsums, rDonePick, done_head, first_row)
                 rS = self.multiply_keys(qk_mma, tSrQ, tSrK, stage)
                 warpgroup.wait_group(0)
                 pick = tuple(Int32(rPick[r]) for r in range(2))
@@ -360,12 +371,14 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                 self.take_weights(rS, rP, rO, rescale)
                 self.multiply_values(pv_mma, rO, rP, tOrV, stage)
                 warpgroup.wait_group(0)
-                self.write_partials(mPartOut, mPartLse, rO, row_max, row_sum, pick, scale_log2, half_pointer, half, kv_head, first_row)
+                self.finish_partials(rO, row_max, row_sum, scale_log2, half_pointer, half, rDone, logsums)
+                rDonePick[0], rDonePick[1], done_head = pick[0], pick[1], kv_head
                 group += 2
             keys.release(count)
             values.release(count)
             has_items = ends == 0
             count += 1
+        self.write_partials(mPartOut, mPartLse, rDone, logsums, rDonePick, done_head, first_row)
 
     @cute.jit
     def read_picks(
@@ -411,42 +424,49 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         return low if row % 16 < 8 else high
 
     @cute.jit
-    def write_partials(
+    def finish_partials(
         self,
-        mPartOut: cute.Tensor,
-        mPartLse: cute.Tensor,
         rO: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
-        pick,
         scale_log2: Float32,
         half_pointer: cute.Pointer,
         half: Int32,
-        kv_head: Int32,
-        first_row: Int32,
+        rDone: cute.Tensor,
+        logsums: cute.Tensor,
     ):
-        group = self.tile.group
         output = self.by_row(rO)
         for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
             has_keys = total > 0.0
-            logsum = row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True) if has_keys else -Float32.inf
+            logsums[r] = row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True) if has_keys else -Float32.inf
             factor = 1.0 / total if has_keys else Float32(0.0)
             output[r, None].store(output[r, None].load() * factor)
-            if pick[r] != NO_PICK and cute.arch.lane_idx() % 4 == 0:
-                place = (pick[r] >> ENTRY_BITS) - first_row, kv_head, pick[r] & ((1 << ENTRY_BITS) - 1)
-                mPartLse[place[0], place[1], place[2], (self.first_row_of_thread() + 8 * r) % group] = logsum
         self.sync_half(half)
-        sChunks = self.stage_output(rO, half_pointer)
-        per_row = cute.size(sChunks, mode=[1])
-        for step in cutlass.range_constexpr(16 * per_row // 32):
-            row, chunk = self.chunk_of(step, per_row)
-            own = self.pick_of_row(pick, row)
-            if own != NO_PICK:
-                part = mPartOut[(own >> ENTRY_BITS) - first_row, kv_head, own & ((1 << ENTRY_BITS) - 1), row % group, None]
-                gChunk = cute.local_tile(part, (sChunks.shape[0],), (chunk,))
-                cute.autovec_copy(sChunks[None, self.place(self.out_dtype, row, chunk), row], gChunk)
-        cute.arch.sync_warp()
+        rDone.store(self.whole_rows(rO, half_pointer).load())
+
+    @cute.jit
+    def write_partials(
+        self,
+        mPartOut: cute.Tensor,
+        mPartLse: cute.Tensor,
+        rDone: cute.Tensor,
+        logsums: cute.Tensor,
+        rPick: cute.Tensor,
+        kv_head: Int32,
+        first_row: Int32,
+    ):
+        group = self.tile.group
+        for step in cutlass.range_constexpr(rDone.shape[1]):
+            row, chunk = self.chunk_of(step, 2 * rDone.shape[1])
+            pick = self.pick_of_row(rPick, row)
+            if pick != NO_PICK:
+                part = mPartOut[(pick >> ENTRY_BITS) - first_row, kv_head, pick & ((1 << ENTRY_BITS) - 1), row % group, None]
+                cute.autovec_copy(rDone[None, step], cute.local_tile(part, (rDone.shape[0],), (chunk,)))
+        for r in cutlass.range_constexpr(2):
+            if rPick[r] != NO_PICK and cute.arch.lane_idx() % 4 == 0:
+                place = (rPick[r] >> ENTRY_BITS) - first_row, kv_head, rPick[r] & ((1 << ENTRY_BITS) - 1)
+                mPartLse[place[0], place[1], place[2], (self.first_row_of_thread() + 8 * r) % group] = logsums[r]
 
     @cute.kernel
     def combine(
@@ -497,29 +517,42 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
     ):
         group, per_row = self.tile.group, self.head_dim // 8
         seen_blocks = (mDeferred[kv_head, first_row + row, 1] + BLOCK - 1) // BLOCK
-        topk = mIds.shape[2]
-        chunk = cute.arch.thread_idx()[0]
-        rPart = cute.make_rmem_tensor(8, self.out_dtype)
+        rBlocks = cute.make_rmem_tensor(JOINED_PARTS, Int32)
+        rLse = cute.make_rmem_tensor(JOINED_PARTS, Float32)
+        rParts = cute.make_rmem_tensor((8, JOINED_PARTS), self.out_dtype)
         rSum = cute.make_rmem_tensor(8, Float32)
+        chunk = cute.arch.thread_idx()[0]
         while chunk < group * per_row:
             head, place = chunk // per_row, chunk % per_row
-            largest = -Float32.inf
-            for entry in cutlass.range(topk, unroll=4):
-                block = mIds[kv_head, first_row + row, entry]
-                if block >= 0 and block < seen_blocks:
-                    largest = cute.arch.fmax(largest, mPartLse[row, kv_head, entry, head])
-            total = Float32(0.0)
+            largest, total = -Float32.inf, Float32(0.0)
             rSum.fill(0.0)
-            for entry in cutlass.range(topk, unroll=4):
-                block = mIds[kv_head, first_row + row, entry]
-                if block >= 0 and block < seen_blocks:
-                    weight = cute.math.exp2(mPartLse[row, kv_head, entry, head] - largest, fastmath=True)
+            for first in cutlass.range(0, mIds.shape[2], JOINED_PARTS):
+                # Everything is asked for before anything is waited for.
+                for i in cutlass.range_constexpr(JOINED_PARTS):
+                    rBlocks[i] = Int32(NO_BLOCK)
+                    if first + i < mIds.shape[2]:
+                        rBlocks[i] = mIds[kv_head, first_row + row, first + i]
+                for i in cutlass.range_constexpr(JOINED_PARTS):
+                    rLse[i] = -Float32.inf
+                    rParts[None, i].fill(0.0)
+                    if rBlocks[i] >= 0 and rBlocks[i] < seen_blocks:
+                        rLse[i] = mPartLse[row, kv_head, first + i, head]
+                        part = cute.local_tile(mPartOut[row, kv_head, first + i, head, None], (8,), (place,))
+                        cute.autovec_copy(part, rParts[None, i])
+                new_largest = cute.arch.fmax(largest, rLse.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
+                shift = Float32(0.0) if new_largest == -Float32.inf else new_largest
+                rescale = cute.math.exp2(largest - shift, fastmath=True)
+                total *= rescale
+                rSum.store(rSum.load() * rescale)
+                for i in cutlass.range_constexpr(JOINED_PARTS):
+                    weight = cute.math.exp2(rLse[i] - shift, fastmath=True)
                     total += weight
-                    cute.autovec_copy(cute.local_tile(mPartOut[row, kv_head, entry, head, None], (8,), (place,)), rPart)
-                    rSum.store(rSum.load() + rPart.load().to(Float32) * weight)
+                    rSum.store(rSum.load() + rParts[None, i].load().to(Float32) * weight)
+                largest = new_largest
             factor = value_scale / total if total > 0.0 else Float32(0.0)
-            rPart.store((rSum.load() * factor).to(self.out_dtype))
-            cute.autovec_copy(rPart, cute.local_tile(mOut[first_row + row, kv_head * group + head, None], (8,), (place,)))
+            rOut = cute.make_rmem_tensor(8, self.out_dtype)
+            rOut.store((rSum.load() * factor).to(self.out_dtype))
+            cute.autovec_copy(rOut, cute.local_tile(mOut[first_row + row, kv_head * group + head, None], (8,), (place,)))
             if const_expr(mLse is not None):
                 if place == 0:
                     logsum = (largest + cute.math.log2(total, fastmath=True)) * LN2 if total > 0.0 else -Float32.inf

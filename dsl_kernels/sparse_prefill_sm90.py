@@ -86,6 +86,7 @@ class Variant:
     defers: bool
     anchored: bool = True
     lazy: bool = False
+    late_values: bool = False
     ping_pong: bool = False
 
 
@@ -434,6 +435,8 @@ class SparsePrefillSm90:
             tVsV, tVgV = self.partition_pages(v_atom, sV, v_pages, kv_head)
 
             unfinished = Boolean(True)
+            earlier_page, earlier_keys = Int32(0), Int32(0)
+            is_first = Boolean(True)
             while unfinished:
                 next_block, next_bits = self.pop(rIds)
                 next_page = self.page_of(mPageTable, request, next_block, max_pages, num_pages)
@@ -452,9 +455,17 @@ class SparsePrefillSm90:
                     sEntry[Entry.FIRST_POSITION, stage] = first_position
                     sEntry[Entry.SEQ_LEN, stage] = seq_len
                 self.load_keys(k_atom, tKgK, tKsK, page, stage, keys, has_keys)
-                values.wait_empty(count)
                 num_keys = seq_len - block * BLOCK
-                last_page_phase = self.load_values(v_atom, tVgV, tVsV, sV, page, stage, values, num_keys, has_keys, last_page, last_page_phase)
+                tensors = v_atom, tVgV, tVsV, sV
+                if const_expr(self.variant.late_values):
+                    if not is_first:
+                        last_page_phase = self.load_values(*tensors, earlier_page, count - 1, values, earlier_keys, True, last_page, last_page_phase)
+                    is_first = Boolean(False)
+                    earlier_page, earlier_keys = page, num_keys
+                    if not unfinished:
+                        last_page_phase = self.load_values(*tensors, page, count, values, num_keys, has_keys, last_page, last_page_phase)
+                else:
+                    last_page_phase = self.load_values(*tensors, page, count, values, num_keys, has_keys, last_page, last_page_phase)
                 count += 1
                 block, bits, page = next_block, next_bits, next_page
             work = next_work
@@ -485,7 +496,7 @@ class SparsePrefillSm90:
         tVsV: cute.Tensor,
         sV: cute.Tensor,
         page: Int32,
-        stage: Int32,
+        count: Int32,
         values: Ring,
         num_keys: Int32,
         has_keys,
@@ -493,7 +504,8 @@ class SparsePrefillSm90:
         last_page_phase: Int32,
     ):
         """Returns the phase that `last_page` comes to next."""
-        lane = cute.arch.lane_idx()
+        lane, stage = cute.arch.lane_idx(), values.stage(count)
+        values.wait_empty(count)
         if has_keys and num_keys >= BLOCK:
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(values.full + stage, self.page_bytes(self.v_dtype))
@@ -636,15 +648,11 @@ class SparsePrefillSm90:
         elements = 128 // dtype.width
         line = 8 * elements  # elements of a row that lie together: 128 bytes
         plain = cute.recast_ptr(pointer, dtype=dtype)
-        if self.head_dim * dtype.width // 8 < 128:
-            line = self.head_dim
         shape = (elements, (line // elements, self.head_dim // line), rows)
         return cute.make_tensor(plain, cute.make_layout(shape, stride=(1, (elements, rows * line), line)))
 
-    def place(self, dtype, row, chunk):
-        """Where the swizzle puts chunk `chunk` of row `row`: among the chunks of its line."""
-        if self.head_dim * dtype.width // 8 < 128:
-            return chunk ^ ((row // 2) % 4)
+    def place(self, row, chunk):
+        """Where the swizzle puts chunk `chunk` of row `row`: among the 8 of its line."""
         return chunk ^ (row % 8)
 
     @cute.jit
@@ -692,6 +700,8 @@ class SparsePrefillSm90:
         kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
         self.read_queries(mQ, rChunks, half, kv_head, first_row, end_row)
         has_tiles = Boolean(True)
+        self.store_queries(rChunks, half_pointer)
+        self.sync_half(half)
         while has_tiles:
             tokens = tuple(half * tile.half_tokens + (row + 8 * r) // tile.group for r in range(2))
             is_row = tuple((row + 8 * r) // tile.group < tile.half_tokens and first_row + tokens[r] < end_row for r in range(2))
@@ -702,8 +712,6 @@ class SparsePrefillSm90:
             )
             # Blocks that every token of the half sees to their ends.
             whole_blocks = self.clamp(first_position + half * tile.half_tokens + 1, 0, seq_len) // BLOCK
-            self.store_queries(rChunks, half_pointer)
-            self.sync_half(half)
             rO.fill(0.0)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
@@ -772,24 +780,12 @@ class SparsePrefillSm90:
                 block, bits, end = self.read_entry(sEntry, keys.stage(count))
                 kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
                 self.read_queries(mQ, rChunks, half, kv_head, first_row, end_row)
-            self.finish(
-                mOut,
-                mLse,
-                mSinkKey,
-                query_scale,
-                scale_log2,
-                value_scale,
-                rO,
-                row_max,
-                row_sum,
-                rows,
-                is_row,
-                half_pointer,
-                half,
-                done_head,
-                done_row,
-                done_end,
-            )
+            rDone, logsums = self.finish(mSinkKey, query_scale, scale_log2, value_scale, rO, row_max, row_sum, rows, half_pointer, half, done_head)
+            # The next tile's queries before this one's output: their fence would wait for stores to memory.
+            if has_tiles:
+                self.store_queries(rChunks, half_pointer)
+                self.sync_half(half)
+            self.write_output(mOut, mLse, rDone, logsums, rows, is_row, half, done_head, done_row, done_end)
 
     def fragments(self, qk_mma, pv_mma, half_pointer, sK, sV):
         """Operands and accumulators of both products: (queries, keys, values, outputs, weights)."""
@@ -841,7 +837,7 @@ class SparsePrefillSm90:
         sChunks = self.chunks(half_pointer, self.qk_dtype, HALF_ROWS)
         for step in cutlass.range_constexpr(rChunks.shape[1]):
             row, chunk = self.chunk_of(step, cute.size(sChunks, mode=[1]))
-            cute.autovec_copy(rChunks[None, step], sChunks[None, self.place(self.qk_dtype, row, chunk), row])
+            cute.autovec_copy(rChunks[None, step], sChunks[None, self.place(row, chunk), row])
         cute.arch.fence_view_async_shared()
 
     def chunk_of(self, step, per_row):
@@ -960,8 +956,6 @@ class SparsePrefillSm90:
     @cute.jit
     def finish(
         self,
-        mOut: cute.Tensor,
-        mLse: MaybeTensor,
         mSinkKey: MaybeTensor,
         query_scale: Float32,
         scale_log2: Float32,
@@ -970,56 +964,73 @@ class SparsePrefillSm90:
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
         rows: Rows,
-        is_row,
         half_pointer: cute.Pointer,
+        half: Int32,
+        kv_head: Int32,
+    ):
+        """(outputs in chunks of whole rows, LSE of the thread's two rows), by way of the shared memory of the half's queries."""
+        output = self.by_row(rO)
+        logsums = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+            has_keys = total > 0.0
+            logsums[r] = (row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN2 if has_keys else -Float32.inf
+            factor = value_scale / total if has_keys else Float32(0.0)
+            if const_expr(mSinkKey is not None):
+                row = rows.first + 8 * r
+                _, head = self.token_and_head(row, half, kv_head)
+                logit = self.sink_logit(mSinkKey, half_pointer, row, head) * query_scale
+                if has_keys:
+                    factor /= 1.0 + cute.math.exp2((logit - logsums[r]) * LOG2E, fastmath=True)
+            output[r, None].store(output[r, None].load() * factor)
+        self.sync_half(half)
+        return self.whole_rows(rO, half_pointer), logsums
+
+    @cute.jit
+    def write_output(
+        self,
+        mOut: cute.Tensor,
+        mLse: MaybeTensor,
+        rDone: cute.Tensor,
+        logsums: cute.Tensor,
+        rows: Rows,
+        is_row,
         half: Int32,
         kv_head: Int32,
         first_row: Int32,
         end_row: Int32,
     ):
-        """Outputs and LSE of the half's rows, through the shared memory of their queries."""
-        lane = cute.arch.lane_idx()
-        output = self.by_row(rO)
-        for r in cutlass.range_constexpr(2):
-            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
-            has_keys = total > 0.0
-            logsum = (row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN2 if has_keys else -Float32.inf
-            factor = value_scale / total if has_keys else Float32(0.0)
-            row = rows.first + 8 * r
-            token, head = self.token_and_head(row, half, kv_head)
-            if const_expr(mSinkKey is not None):
-                logit = self.sink_logit(mSinkKey, half_pointer, row, head) * query_scale
-                if has_keys:
-                    factor /= 1.0 + cute.math.exp2((logit - logsum) * LOG2E, fastmath=True)
-            output[r, None].store(output[r, None].load() * factor)
-            if const_expr(mLse is not None):
-                if is_row[r] and lane % 4 == 0:
-                    mLse[first_row + token, head] = logsum
-
-        self.sync_half(half)
-        sChunks = self.stage_output(rO, half_pointer)
-        per_row = cute.size(sChunks, mode=[1])
-        for step in cutlass.range_constexpr(16 * per_row // 32):
-            row, chunk = self.chunk_of(step, per_row)
+        for step in cutlass.range_constexpr(rDone.shape[1]):
+            row, chunk = self.chunk_of(step, 2 * rDone.shape[1])
             token, head = self.token_and_head(row, half, kv_head)
             if row // self.tile.group < self.tile.half_tokens and first_row + token < end_row:
-                gChunk = cute.local_tile(mOut[first_row + token, head, None], (sChunks.shape[0],), (chunk,))
-                cute.autovec_copy(sChunks[None, self.place(self.out_dtype, row, chunk), row], gChunk)
-        cute.arch.sync_warp()
+                gChunk = cute.local_tile(mOut[first_row + token, head, None], (rDone.shape[0],), (chunk,))
+                cute.autovec_copy(rDone[None, step], gChunk)
+        if const_expr(mLse is not None):
+            for r in cutlass.range_constexpr(2):
+                token, head = self.token_and_head(rows.first + 8 * r, half, kv_head)
+                if is_row[r] and cute.arch.lane_idx() % 4 == 0:
+                    mLse[first_row + token, head] = logsums[r]
 
     @cute.jit
-    def stage_output(self, rO: cute.Tensor, half_pointer: cute.Pointer):
-        """A warp's 16 rows of outputs to shared memory, by chunks of 16 bytes, in the place of queries that no product needs any more."""
+    def whole_rows(self, rO: cute.Tensor, half_pointer: cute.Pointer):
+        """A warp's 16 rows of outputs, in the place of queries that no product needs any more, and back by chunks: [elements, steps]."""
         rOut = cute.make_rmem_tensor(cute.size(rO), self.out_dtype)
         rOut.store(cute.make_tensor(rO.iterator, cute.make_layout(cute.size(rO))).load().to(self.out_dtype))
         pairs = cute.recast_tensor(rOut, Int32)  # [2 rows of each pair of columns]
         sChunks = self.chunks(half_pointer, self.out_dtype, HALF_ROWS)
         for i in cutlass.range_constexpr(cute.size(pairs)):
             row, chunk = self.first_row_of_thread() + 8 * (i % 2), i // 2
-            sPairs = cute.recast_tensor(sChunks[None, self.place(self.out_dtype, row, chunk), row], Int32)
+            sPairs = cute.recast_tensor(sChunks[None, self.place(row, chunk), row], Int32)
             sPairs[cute.arch.lane_idx() % 4] = pairs[i]
         cute.arch.sync_warp()
-        return sChunks
+        per_row = cute.size(sChunks, mode=[1])
+        rDone = cute.make_rmem_tensor((sChunks.shape[0], per_row // 2), self.out_dtype)
+        for step in cutlass.range_constexpr(per_row // 2):
+            row, chunk = self.chunk_of(step, per_row)
+            cute.autovec_copy(sChunks[None, self.place(row, chunk), row], rDone[None, step])
+        cute.arch.sync_warp()
+        return rDone
 
     @cute.jit
     def sink_logit(self, mSinkKey: cute.Tensor, half_pointer: cute.Pointer, row: Int32, head: Int32):
@@ -1030,7 +1041,7 @@ class SparsePrefillSm90:
         total = Float32(0.0)
         for i in cutlass.range_constexpr(cute.size(sChunks, mode=[1]) // 4):
             chunk = 4 * i + cute.arch.lane_idx() % 4
-            cute.autovec_copy(sChunks[None, self.place(self.qk_dtype, row, chunk), row], rQ)
+            cute.autovec_copy(sChunks[None, self.place(row, chunk), row], rQ)
             wide = rQ.load().to(Float32)
             for j in cutlass.range_constexpr(elements):
                 total += wide[j] * mSinkKey[head, chunk * elements + j].to(Float32)
