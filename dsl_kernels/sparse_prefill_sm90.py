@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -87,6 +88,7 @@ class Variant:
     anchored: bool = True
     lazy: bool = False
     late_values: bool = False
+    early_free: bool = False
     ping_pong: bool = False
 
 
@@ -742,12 +744,16 @@ class SparsePrefillSm90:
                     self.end_turn(half)
                     warpgroup.wait_group(1)
                     keys.release(count)
-                    rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=False)
-                    if const_expr(self.variant.anchored):
-                        # Nobody reads it: a store that needs all weights keeps ptxas from moving the wait for the values' product before the softmax.
-                        sSums[half * WARPGROUP + thread] = row_sum[0] + row_sum[1]
-                    warpgroup.wait_group(0)
-                    values.release(pending)
+                    if const_expr(self.variant.early_free):
+                        free_values = partial(self.free_values, values, pending, sSums, half * WARPGROUP + thread, row_sum)
+                        rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, False, free_values)
+                    else:
+                        rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=False)
+                        if const_expr(self.variant.anchored):
+                            # Nobody reads it: a store that needs all weights keeps ptxas from moving the wait for the values' product before the softmax.
+                            sSums[half * WARPGROUP + thread] = row_sum[0] + row_sum[1]
+                        warpgroup.wait_group(0)
+                        values.release(pending)
                     self.take_weights(rS, rP, rO, rescale)
                     takes_block = Boolean(True)
                 elif pending >= 0:
@@ -899,6 +905,7 @@ class SparsePrefillSm90:
         block: Int32,
         scale_log2: Float32,
         masked: cutlass.Constexpr,  # a row sees keys up to its position; else all of the block
+        after_first_row: cutlass.Constexpr = None,
     ):
         """One step of the softmax, for the rows whose token selected the block; returns what the output so far is to be multiplied by, [2]."""
         products = self.by_row(rS)
@@ -932,7 +939,15 @@ class SparsePrefillSm90:
             row_max[r] = new_max
             row_sum[r] = row_sum[r] * rescale[r] + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             products[r, None].store(weights)
+            if const_expr(after_first_row is not None and r == 0):
+                after_first_row()
         return rescale
+
+    @cute.jit
+    def free_values(self, values: Ring, pending: Int32, sSums: cute.Tensor, place: Int32, row_sum: cute.Tensor):
+        sSums[place] = row_sum[0]
+        warpgroup.wait_group(0)
+        values.release(pending)
 
     @cute.jit
     def take_weights(self, rS: cute.Tensor, rP: cute.Tensor, rO: cute.Tensor, rescale: cute.Tensor):
