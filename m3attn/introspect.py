@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,7 @@ def workspace_bytes(
     head_dim: int = 128,
     topk: int = 16,
     block_size: int = 128,
-    kv_dtype: str | torch.dtype = "fp8_e4m3",
+    kv_dtype: str | torch.dtype | None = None,
     impl: str | None = None,
 ) -> int:
     """The most scratch a call of `stage` uses, from static shapes; within `workspace_limit()`.
@@ -122,10 +124,10 @@ def workspace_bytes(
         stage: a stage's name.
         tokens, num_requests, max_seqlen_q, max_seqlen_k: as the call's query rows and batch.
         num_q_heads, num_kv_heads, num_index_heads, head_dim, topk, block_size: its geometry; head_dim is Di for the indexer.
-        kv_dtype: of the cache; by default the one that needs most.
+        kv_dtype: of the cache; None: the most of any.
         impl: a registry key; None: the most of those that auto may take.
     """
-    shape = WorkShape(
+    base = WorkShape(
         tokens=tokens,
         num_requests=num_requests,
         num_q_heads=num_q_heads,
@@ -137,17 +139,18 @@ def workspace_bytes(
         max_seqlen_k=max_seqlen_k,
         block_size=block_size,
         limit=workspace_limit(),
-        kv_dtype=dtype_name(kv_dtype, argument="kv_dtype"),
     )
+    dtypes = ("bf16", "fp8_e4m3") if kv_dtype is None else (dtype_name(kv_dtype, argument="kv_dtype"),)
+    shapes = [replace(base, kv_dtype=dtype) for dtype in dtypes]
     problems = [m3_problem(stage, phase=phase) for phase in PHASES]
     keys = [impl] if impl is not None else dict.fromkeys(key for problem in problems for key in auto_order(stage, problem))
     found = [i for key in keys if (i := registry.find(stage, key)) is not None]
     if not found:
         raise ValueError(f"impl: expected one of {', '.join(i.key for i in registry.implementations(stage))} for {stage}, got {impl!r}")
     if impl is not None:
-        return found[0].workspace_bytes(shape)
+        return max(found[0].workspace_bytes(shape) for shape in shapes)
     sizes = [0]
-    for implementation in found:
+    for implementation, shape in itertools.product(found, shapes):
         if not _auto_passes_over(implementation, problems[0].arch):
             # auto goes on to the next one too where one is broken, or declines a shape.
             with contextlib.suppress(BrokenImplementation, UnsupportedProblem):

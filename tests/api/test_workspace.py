@@ -139,6 +139,14 @@ def test_without_a_key_it_is_the_most_of_what_auto_may_take(monkeypatch: pytest.
         assert size() == own
 
 
+@pytest.mark.parametrize("hungry", ["bf16", "fp8_e4m3"])
+def test_without_a_cache_dtype_it_is_the_most_of_any(hungry: str) -> None:
+    with registered("sparse_attention", "mine", print, workspace=lambda shape: 1000 if shape.kv_dtype == hungry else 10):
+        assert m3attn.workspace_bytes("sparse_attention", impl="mine", **geometry()) == 1000
+        assert m3attn.workspace_bytes("sparse_attention", impl="mine", kv_dtype=hungry, **geometry()) == 1000
+        assert m3attn.workspace_bytes("sparse_attention", impl="mine", kv_dtype="fp16", **geometry()) == 10
+
+
 def test_a_phase_of_its_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("M3ATTN_ARCH", "sm_90")
     with registered("index_topk", "decodes", print, workspace=lambda shape: 1 << 28):
