@@ -26,6 +26,7 @@ from m3attn.dsl_kernels.index_rows import QueryRows
 from m3attn.dsl_kernels.index_score_work import (
     BLOCK,
     DIM,
+    DTYPES,
     NEGATIVE_INFINITY,
     OTHER_WARPS,
     STORE_BLOCKS,
@@ -51,7 +52,8 @@ def rows_of_tile(num_heads: int, batch: PagedBatch) -> int:
 
 class IndexScoreSm90(ScoreWork):
     def __init__(self, variant: Variant) -> None:
-        super().__init__(variant, q_stages=1)
+        # Another tile: its queries go to registers, and no product runs under the last maxima. Decode waits for keys meanwhile.
+        super().__init__(variant, q_stages=1, tile_cost=16 // DTYPES[variant.dtype].width if variant.rows == 256 else 0)
         self.halves, self.groups = max(1, variant.rows // 128), min(2, variant.rows // 64)
 
     @cute.jit

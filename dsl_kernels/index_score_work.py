@@ -1,8 +1,8 @@
 """The work of index scoring that precedes its products, for Hopper and Blackwell: which row tiles and blocks a CTA takes, and their loads by TMA.
 
-Work is counted in pairs (row tile, live block), which differ in nothing but where they lie: every CTA takes an equal run of them, cut at any block,
-so causal and ragged batches balance, and one token, or 171, behind a long prefix fill the GPU. The count goes by chunks of blocks, one chunk after
-another, so that all CTAs read the same keys at about the same time and find them in L2.
+Work is counted in pairs (row tile, live block), which differ in nothing but where they lie, and in what a tile itself costs: every CTA takes an equal
+run, cut at any block, so causal and ragged batches balance, and one token, or 171, behind a long prefix fill the GPU. The count goes by chunks of
+blocks, one chunk after another, so that all CTAs read the same keys at about the same time and find them in L2.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ def tokens_of_tile(rows: int, num_heads: int) -> int:
 
 
 class ScoreWork:
-    """The base of the kernels. Queries lie in shared memory as [rows, 128] with the 128-byte swizzle, in `q_stages` copies, keys likewise."""
+    """The base of the kernels. Queries lie in shared memory as [rows, 128] with the 128-byte swizzle, in `q_stages` copies, keys likewise.
+    `tile_cost`: what going on to another tile costs a CTA, in blocks."""
 
-    def __init__(self, variant: Variant, q_stages: int) -> None:
+    def __init__(self, variant: Variant, q_stages: int, tile_cost: int = 0) -> None:
         self.dtype = DTYPES[variant.dtype]
         self.num_heads, self.page_size, self.fill, self.rows = variant.num_heads, variant.page_size, variant.fill, variant.rows
         self.tokens = tokens_of_tile(self.rows, self.num_heads)
         self.span = 128 * 8 // self.dtype.width  # elements of a 128-byte row of the swizzle pattern
         self.q_bytes = self.tokens * self.num_heads * DIM * self.dtype.width // 8
         self.k_bytes = BLOCK * DIM * self.dtype.width // 8
-        self.q_stages = q_stages
+        self.q_stages, self.tile_cost = q_stages, tile_cost
         self.stages = min(MAX_STAGES, (SHARED_BYTES - q_stages * self.rows * DIM * self.dtype.width // 8) // self.k_bytes)
 
     @cute.jit
@@ -93,6 +94,13 @@ class ScoreWork:
         return request, first_row, tokens, first_position, seq_len, live
 
     @cute.jit
+    def cost(self, work: Int32):
+        """Of `work` blocks of a tile, which come after its own cost."""
+        if cutlass.const_expr(self.tile_cost == 0):
+            return work
+        return work + self.tile_cost if work > 0 else 0
+
+    @cute.jit
     def produce(self, tma_q, tQ, sQ, tma_k, tK, sK, sItem, q_full, q_empty, k_full, k_empty, mPageTable, rows, num_blocks, skip_blocks, chunk_blocks):
         """One warp: its CTA's items, each a row tile and a run of its blocks, then their loads."""
         lane = cute.arch.lane_idx()
@@ -104,7 +112,7 @@ class ScoreWork:
             total = Int32(0)
             for base in cutlass.range(0, num_tiles, 32, unroll=1):
                 _, _, _, _, _, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
-                total += cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks)
+                total += self.cost(cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks))
             total = cute.arch.warp_reduction_sum(total)
             share = cute.ceil_div(total, num_ctas)
             begin = cutlass.min(cta * share, total)
@@ -113,7 +121,7 @@ class ScoreWork:
             while base < num_tiles and before < end:
                 request, first_row, tokens, first_position, seq_len, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
                 work = cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks)
-                up_to = before + index_rows.prefix_sum(work, lane)
+                up_to = before + index_rows.prefix_sum(self.cost(work), lane)
                 tile_begin = cutlass.max(begin - (up_to - work), 0)
                 tile_end = cutlass.min(end - (up_to - work), work)
                 pending = cute.arch.vote_ballot_sync(tile_begin < tile_end)
