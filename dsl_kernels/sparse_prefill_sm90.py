@@ -750,7 +750,7 @@ class SparsePrefillSm90:
                     else:
                         rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=False)
                         if const_expr(self.variant.anchored):
-                            # Nobody reads it: a store that needs all weights keeps ptxas from moving the wait for the values' product before the softmax.
+                            # Nobody reads it: a store that needs all weights keeps ptxas from moving the wait for the product before the softmax.
                             sSums[half * WARPGROUP + thread] = row_sum[0] + row_sum[1]
                         warpgroup.wait_group(0)
                         values.release(pending)
