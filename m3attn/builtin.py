@@ -82,13 +82,17 @@ def _triton(
 
 
 def _one_index_dtype(problem: Problem) -> list[str]:
-    """wgmma multiplies operands of one type."""
+    """A product of the tensor cores takes operands of one type."""
     if problem.index_q_dtype == problem.index_dtype or "none" in (problem.index_q_dtype, problem.index_dtype):
         return []
     return [f"index q dtype {problem.index_q_dtype} over index dtype {problem.index_dtype}: takes equal ones"]
 
 
-def _cute_sm90(
+CUTE_ARCHS = {"cute_sm90": ("sm_90",), "cute_sm100": ("sm_100", "sm_103")}
+
+
+def _cute(
+    key: str,
     stage: str,
     module: str,
     *neighbours: str,
@@ -99,9 +103,9 @@ def _cute_sm90(
 ) -> Implementation:
     return Implementation(
         stage,
-        "cute_sm90",
+        key,
         f"m3attn.dsl_kernels.{module}:{stage}",
-        Capabilities(archs=("sm_90",), needs=("cutlass", "tvm_ffi"), **limits),
+        Capabilities(archs=CUTE_ARCHS[key], needs=("cutlass", "tvm_ffi"), **limits),
         workspace=f"m3attn.dsl_kernels.{module}:workspace_bytes" if scratch else None,
         sources=tuple(f"m3attn.dsl_kernels.{m}" for m in (module, *neighbours)),
         fp8_archs=fp8_archs,
@@ -247,7 +251,8 @@ def add_builtin_implementations() -> None:
             topk=(16, 16),
             needs_zero_on_alloc=True,
         ),
-        _cute_sm90(
+        _cute(
+            "cute_sm90",
             "sparse_attention",
             "sparse_attention_sm90",
             "sparse_prefill_sm90",
@@ -269,12 +274,29 @@ def add_builtin_implementations() -> None:
             page_sizes=(128,),
             block_sizes=(128,),
         ),
-        _cute_sm90("index_score", "index_score_sm90", "index_score_work", "index_rows", **_CUTE_INDEX),
-        _cute_sm90("select_blocks", "select_blocks_sm90", "index_rows", topk=(1, 64), block_sizes=POWERS_16_TO_256),
-        _cute_sm90(
+        _cute("cute_sm90", "index_score", "index_score_sm90", "index_score_work", "index_rows", **_CUTE_INDEX),
+        _cute("cute_sm90", "select_blocks", "select_blocks_sm90", "index_rows", topk=(1, 64), block_sizes=POWERS_16_TO_256),
+        _cute(
+            "cute_sm90",
             "index_topk",
             "index_topk_sm90",
+            "index_slices",
             "index_score_sm90",
+            "index_score_work",
+            "select_blocks_sm90",
+            "index_rows",
+            scratch=True,
+            topk=(1, 64),
+            **_CUTE_INDEX,
+        ),
+        _cute("cute_sm100", "index_score", "index_score_sm100", "index_score_work", "index_rows", **_CUTE_INDEX),
+        _cute("cute_sm100", "select_blocks", "select_blocks_sm90", "index_rows", topk=(1, 64), block_sizes=POWERS_16_TO_256),
+        _cute(
+            "cute_sm100",
+            "index_topk",
+            "index_topk_sm100",
+            "index_slices",
+            "index_score_sm100",
             "index_score_work",
             "select_blocks_sm90",
             "index_rows",
