@@ -89,6 +89,7 @@ class Variant:
     lazy: bool = False
     late_values: bool = False
     early_free: bool = False
+    skips: bool = True
     ping_pong: bool = False
 
 
@@ -683,6 +684,8 @@ class SparsePrefillSm90:
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row = self.first_row_of_thread()
         half_tokens = Int32((1 << tile.half_tokens) - 1) << (half * tile.half_tokens)
+        if const_expr(not self.variant.skips):
+            half_tokens = Int32(-1)
         scale_log2 = key_scale * LOG2E
         if const_expr(self.variant.negative_scale):
             scale_log2 = -scale_log2
