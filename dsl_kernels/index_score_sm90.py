@@ -26,7 +26,6 @@ from m3attn.dsl_kernels.index_rows import QueryRows
 from m3attn.dsl_kernels.index_score_work import (
     BLOCK,
     DIM,
-    DTYPES,
     NEGATIVE_INFINITY,
     OTHER_WARPS,
     STORE_BLOCKS,
@@ -42,6 +41,8 @@ CHUNK_BLOCKS = 512
 """Blocks of keys that all CTAs finish before any takes the next: 16 MiB of bf16 keys, a third of an H200's L2."""
 TURN_BLOCKS = 2
 """Blocks of keys in one turn of the consumers' loop."""
+TILE_COST = {"bf16": 1, "fp16": 1, "fp8_e4m3": 2}
+"""What another tile of 256 rows costs, in blocks: its queries go to registers, and no product runs under the last maxima."""
 
 
 def rows_of_tile(num_heads: int, batch: PagedBatch) -> int:
@@ -52,8 +53,8 @@ def rows_of_tile(num_heads: int, batch: PagedBatch) -> int:
 
 class IndexScoreSm90(ScoreWork):
     def __init__(self, variant: Variant) -> None:
-        # Another tile: its queries go to registers, and no product runs under the last maxima. Decode waits for keys meanwhile.
-        super().__init__(variant, q_stages=1, tile_cost=16 // DTYPES[variant.dtype].width if variant.rows == 256 else 0)
+        # With fewer rows keys are waited for, and come meanwhile.
+        super().__init__(variant, q_stages=1, tile_cost=TILE_COST[variant.dtype] if variant.rows == 256 else 0)
         self.halves, self.groups = max(1, variant.rows // 128), min(2, variant.rows // 64)
 
     @cute.jit

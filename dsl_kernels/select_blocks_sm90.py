@@ -72,6 +72,11 @@ def put_in_order(values: list[Float32], pairs: Iterator[tuple[int, int]]) -> lis
     return values
 
 
+def assign(tensor: cute.Tensor, values: list[Float32]) -> None:
+    for i, value in enumerate(values):
+        tensor[i] = value
+
+
 class SelectBlocksSm90:
     def __init__(self, variant: Variant) -> None:
         self.width, self.lanes, self.vector = variant.width, variant.lanes, variant.vector
@@ -242,8 +247,7 @@ class SelectBlocksSm90:
             fresh = put_in_order(fresh, sorting_network(width))
             if start > 0:
                 fresh = put_in_order([cute.arch.fmax(largest[i], fresh[width - 1 - i]) for i in range(width)], bitonic_merge(width))
-            for i in cutlass.range_constexpr(width):
-                largest[i] = fresh[i]
+            assign(largest, fresh)
         kept, shift = merge_lanes([largest[i] for i in range(width)], self.lanes, lane)
         # Element n of the merged sequence lies in lane n // len(kept), times 2^shift where lanes hold copies.
         index = cutlass.max(wanted - 1, 0)
