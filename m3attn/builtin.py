@@ -336,5 +336,15 @@ def add_builtin_implementations() -> None:
             head_dims=(512, 576),
             topk=(1, 4096),
         ),
+        _cute(
+            "cute_sm90",
+            "sparse_mla_prefill",
+            "sparse_mla_sm90",
+            "sparse_prefill_sm90",
+            fp8_archs=("sm_90",),
+            modes=("bf16", "fp16", "fp8_pv"),
+            equal_head_dims=False,
+            head_dims=(512, 576),
+        ),
     ):
         add(implementation)

@@ -1,0 +1,727 @@
+"""Sparse MLA prefill on Hopper: 64 heads of a query attend to the tokens that its indices name, whose first 512 dims are their values.
+
+A tile is 64 gathered tokens, read once for both products. Two warpgroups take turns with Q K^T and the softmax, tile by tile; the outputs' columns
+are halved between them, so each multiplies every tile's weights with its half of the values. `docs/cute_sparse_mla.md` walks through it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90_utils
+import torch
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.tensor_utils import LayoutEnum
+
+from m3attn.calls import SparseMlaPrefillCall
+from m3attn.choice import UnsupportedProblem
+from m3attn.dsl_kernels import sparse_prefill_sm90
+from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.sparse_prefill_sm90 import DTYPES, LN2, LOG2E, WARPGROUP, MaybeTensor, Ring, num_sms
+from m3attn.dtypes import dtype_name
+
+HEADS = 64
+"""Rows of a warpgroup's matrix instruction: heads of one query."""
+TOKENS = 64
+"""Gathered tokens of a tile."""
+LATENT = 512
+LINE = 64
+"""Dims that lie together in shared memory: 128 bytes of a token, or 64 in e4m3, as wgmma's swizzle has them."""
+HALF_LINES = LATENT // LINE // 2
+LINES = LATENT // LINE + 1
+"""The last line holds the rotated dims until they have met the queries, and then the tile's weights."""
+WARP_TOKENS = TOKENS // 4
+VALUE_STAGES = 2
+WEIGHT_SCALE_E4M3 = 256.0
+"""Weights of at most 1 lose less in e4m3 above its denormals."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is compiled.
+
+    Attributes:
+        dtype: of queries and tokens, and of the weights that multiply the values.
+        head_dim: 576, or 512 without rotated dims.
+        length: a tensor says how many of each query's indices count; sink: each head has a sink.
+        q_scale, kv_scale: a device tensor holds a factor of it.
+    """
+
+    dtype: str
+    head_dim: int
+    length: bool
+    sink: bool
+    q_scale: bool
+    kv_scale: bool
+
+
+LEFT, RIGHT, LAST = range(3)
+"""Parts of a tile, each a ring of its own: dims 0 to 255, dims 256 to 511, the last line."""
+
+
+class SparseMlaSm90:
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        self.dtype = DTYPES[variant.dtype]
+        self.lines = variant.head_dim // LINE
+        # wgmma reads 16-bit values as they lie, token by token; those of 8 bits only dim by dim.
+        self.transposes = self.dtype.width == 8
+        self.stages = 3 if self.transposes else 2
+        self.line_chunks = LINE * self.dtype.width // 128  # copies of 16 bytes that make a line of a token
+        self.copied_tokens = 32 // self.line_chunks  # by a warp at once
+        self.consumer_registers, self.producer_registers = 216, 72
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [s_q, h_q, 576 | 512]
+        mKV: cute.Tensor,  # [s_kv, 576 | 512]
+        mIndices: cute.Tensor,  # [s_q, topk]
+        mLength: MaybeTensor,  # [s_q]
+        mSink: MaybeTensor,  # [h_q]
+        mQScale: MaybeTensor,  # [1]
+        mKVScale: MaybeTensor,  # [1]
+        mOut: cute.Tensor,  # [s_q, h_q, 512]
+        mMaxLogits: cute.Tensor,  # [s_q, h_q]
+        mLse: cute.Tensor,  # [s_q, h_q]
+        logit_scale: Float32,  # sm_scale * q_scale * kv_scale
+        value_scale: Float32,
+        max_blocks: Int32,  # thread blocks
+        stream: cuda.CUstream,
+    ):
+        k_major, source = OperandMajorMode.K, warpgroup.OperandSource.SMEM
+        qk_mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (HEADS, TOKENS), source)
+        v_major = k_major if self.transposes else OperandMajorMode.MN
+        pv_mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, v_major, Float32, (1, 1, 1), (HEADS, LATENT // 2), source)
+        num_work = mQ.shape[0] * ((mQ.shape[1] + HEADS - 1) // HEADS)
+        self.kernel(
+            mQ, mKV, mIndices, mLength, mSink, mQScale, mKVScale, mOut, mMaxLogits, mLse, logit_scale, value_scale, num_work, qk_mma, pv_mma
+        ).launch(grid=(min(num_work, max_blocks), 1, 1), block=(3 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    def staged(self, pointer, rows, lines, stages, stride):
+        """Rows of `lines` lines in every stage, swizzled as wgmma wants them: [rows, lines * 64, stages]."""
+        kind = sm90_utils.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, LINE)
+        layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, lines * LINE), order=(0, 1))
+        layout_of_stages = cute.append(layout.outer, cute.make_layout(stages, stride=stride))
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, self.dtype), layout_of_stages)
+
+    def chunk_offset(self, row, chunk):
+        """Of 16 bytes of a row in a line, in elements, where the swizzle puts them."""
+        return row * LINE + (chunk ^ row // (8 // self.line_chunks) % self.line_chunks) * (LINE // self.line_chunks)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mKV: cute.Tensor,
+        mIndices: cute.Tensor,
+        mLength: MaybeTensor,
+        mSink: MaybeTensor,
+        mQScale: MaybeTensor,
+        mKVScale: MaybeTensor,
+        mOut: cute.Tensor,
+        mMaxLogits: cute.Tensor,
+        mLse: cute.Tensor,
+        logit_scale: Float32,
+        value_scale: Float32,
+        num_work: Int32,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        sQ = smem.allocate_tensor(self.dtype, cute.make_layout(HEADS * LINE * self.lines), 1024)
+        sTiles = smem.allocate_tensor(self.dtype, cute.make_layout(TOKENS * LINE * LINES * self.stages), 1024)
+        sValues = sTiles
+        if const_expr(self.transposes):
+            sValues = smem.allocate_tensor(self.dtype, cute.make_layout(TOKENS * LATENT * VALUE_STAGES), 1024)
+        sMax = smem.allocate_tensor(Float32, cute.make_layout((HEADS, self.stages)), 16)  # of each row's logits up to the tile, base 2
+        sSums = smem.allocate_tensor(Float32, cute.make_layout((HEADS, 2, 2)), 16)  # [rows, warpgroups, every second piece of work]
+        sValid = smem.allocate_tensor(Int32, cute.make_layout((4, self.stages)), 16)  # 16 tokens a word
+        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(8 * self.stages + 2 * VALUE_STAGES + 2), 8).iterator
+        rings = [Ring(barriers + 2 * i * self.stages, barriers + (2 * i + 1) * self.stages, self.stages) for i in range(4)]
+        parts, weights = tuple(rings[:3]), rings[3]
+        barriers += 8 * self.stages
+        values = Ring(barriers, barriers + VALUE_STAGES, VALUE_STAGES)
+        queries = Ring(barriers + 2 * VALUE_STAGES, barriers + 2 * VALUE_STAGES + 1, 1)
+
+        if warp == 0:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(self.stages):
+                    # The last part comes with words about the tokens. The others are freed by the warpgroup that multiplies them as values, or by the
+                    # one that multiplies them as keys and the one that transposes them.
+                    for part in (LEFT, RIGHT, LAST):
+                        cute.arch.mbarrier_init(parts[part].full + stage, WARPGROUP + (4 if part == LAST else 0))
+                        cute.arch.mbarrier_init(parts[part].empty + stage, 8 if part == LAST or self.transposes else 4)
+                    cute.arch.mbarrier_init(weights.full + stage, 4)  # freed with the last part
+                for stage in cutlass.range_constexpr(VALUE_STAGES):
+                    cute.arch.mbarrier_init(values.full + stage, 4)
+                    cute.arch.mbarrier_init(values.empty + stage, 8)
+                cute.arch.mbarrier_init(queries.full, WARPGROUP)
+                cute.arch.mbarrier_init(queries.empty, 8)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            self.produce(mQ, mKV, mIndices, mLength, num_work, sQ, sTiles, sValues, sValid, parts, values, queries, warp)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            if const_expr(mQScale is not None):
+                logit_scale *= mQScale[0]
+            if const_expr(mKVScale is not None):
+                logit_scale *= mKVScale[0]
+                value_scale *= mKVScale[0]
+            if const_expr(self.transposes):
+                value_scale *= 1.0 / WEIGHT_SCALE_E4M3
+            self.consume(
+                mQ,
+                mIndices,
+                mLength,
+                mSink,
+                mOut,
+                mMaxLogits,
+                mLse,
+                logit_scale * LOG2E,
+                value_scale,
+                num_work,
+                qk_mma,
+                pv_mma,
+                sQ,
+                sTiles,
+                sValues,
+                sMax,
+                sSums,
+                sValid,
+                parts,
+                weights,
+                values,
+                queries,
+                warp // 4 - 1,
+            )
+
+    def place_of(self, work, num_heads):
+        """(query, its first head) of a piece of work: neighbours share a query, whose tokens then come from L2."""
+        head_tiles = (num_heads + HEADS - 1) // HEADS
+        return work // head_tiles, work % head_tiles * HEADS
+
+    @cute.jit
+    def length_of(self, mIndices: cute.Tensor, mLength: MaybeTensor, query: Int32):
+        """How many of the query's indices count."""
+        length = Int32(mIndices.shape[1])
+        if const_expr(mLength is not None):
+            length = cutlass.min(cutlass.max(mLength[query], 0), length)
+        return length
+
+    @cute.jit
+    def produce(
+        self,
+        mQ: cute.Tensor,
+        mKV: cute.Tensor,
+        mIndices: cute.Tensor,
+        mLength: MaybeTensor,
+        num_work: Int32,
+        sQ: cute.Tensor,
+        sTiles: cute.Tensor,
+        sValues: cute.Tensor,
+        sValid: cute.Tensor,
+        parts: tuple[Ring, Ring, Ring],
+        values: Ring,
+        queries: Ring,
+        warp: Int32,
+    ):
+        """One warpgroup: queries and gathered tokens, each warp 16 rows of a tile, by asynchronous copies of 16 bytes."""
+        lane = cute.arch.lane_idx()
+        row = warp * WARP_TOKENS + lane // self.line_chunks  # and others of the warp's, `copied_tokens` apart
+        num_heads, num_tokens = mQ.shape[1], mKV.shape[0]
+        grid, _, _ = cute.arch.grid_dim()
+        work, _, _ = cute.arch.block_idx()
+        sources = cute.make_rmem_tensor(WARP_TOKENS // self.copied_tokens, cutlass.Int64)
+        sizes = cute.make_rmem_tensor(WARP_TOKENS // self.copied_tokens, Int32)
+        work_count, count = Int32(0), Int32(0)
+        while work < num_work:
+            query, first_head = self.place_of(work, num_heads)
+            length = self.length_of(mIndices, mLength, query)
+            index = self.read_index(mIndices, query, warp * WARP_TOKENS + lane % WARP_TOKENS, length)
+
+            for i in cutlass.range_constexpr(WARP_TOKENS // self.copied_tokens):
+                head = first_head + row + i * self.copied_tokens
+                is_head = head < num_heads
+                sources[i] = mQ[query, head if is_head else 0, None].iterator.toint()
+                sizes[i] = Int32(16) if is_head else Int32(0)
+            queries.wait_empty(work_count)
+            self.copy_lines(sources, sizes, sQ.iterator, row, 0, self.lines)
+            cute.arch.cp_async_mbarrier_arrive_noinc(queries.full)
+
+            tile = Int32(0)
+            while tile * TOKENS < length:
+                is_valid = index >= 0 and index < num_tokens
+                valid = cute.arch.vote_ballot_sync(is_valid) & 0xFFFF
+                for i in cutlass.range_constexpr(WARP_TOKENS // self.copied_tokens):
+                    token = cute.arch.shuffle_sync(index if is_valid else Int32(-1), i * self.copied_tokens + lane // self.line_chunks)
+                    sources[i] = mKV[token if token >= 0 else 0, None].iterator.toint()
+                    sizes[i] = Int32(16) if token >= 0 else Int32(0)
+                # One tile ahead: the indices in front of the tokens they lead to would put two memory latencies in each tile.
+                index = self.read_index(mIndices, query, (tile + 1) * TOKENS + warp * WARP_TOKENS + lane % WARP_TOKENS, length)
+                stage = count % self.stages
+                lines = sTiles.iterator + stage * (TOKENS * LINE * LINES)
+                for part in cutlass.range_constexpr(3):
+                    parts[part].wait_empty(count)
+                    first = part * HALF_LINES
+                    self.copy_lines(sources, sizes, lines, row, first, min(first + HALF_LINES, self.lines))
+                    if const_expr(part == LAST):
+                        if lane == 0:
+                            sValid[warp, stage] = valid
+                            cute.arch.mbarrier_arrive(parts[part].full + stage)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(parts[part].full + stage)
+                if const_expr(self.transposes):
+                    if tile > 0:
+                        self.transpose(sTiles, sValues, count - 1, parts, values, warp)
+                count += 1
+                tile += 1
+            if const_expr(self.transposes):
+                if tile > 0:
+                    self.transpose(sTiles, sValues, count - 1, parts, values, warp)
+            work_count += 1
+            work += grid
+
+    @cute.jit
+    def read_index(self, mIndices: cute.Tensor, query: Int32, place: Int32, length: Int32):
+        index = Int32(-1)
+        if place < length:
+            index = mIndices[query, place]
+        return index
+
+    @cute.jit
+    def copy_lines(
+        self, sources: cute.Tensor, sizes: cute.Tensor, destination: cute.Pointer, row: Int32, first: cutlass.Constexpr, end: cutlass.Constexpr
+    ):
+        """Lines `first` to `end` of this lane's rows, its chunk of each; zeros where a size is 0, without a read."""
+        chunk = cute.arch.lane_idx() % self.line_chunks
+        for line in cutlass.range_constexpr(first, end):
+            for i in cutlass.range_constexpr(WARP_TOKENS // self.copied_tokens):
+                copied_row = row + i * self.copied_tokens
+                place = destination + (line * (TOKENS * LINE) + self.chunk_offset(copied_row, chunk))
+                cute.arch.inline_ptx(
+                    "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
+                    read_only_args=[place.toint(), sources[i] + (line * LINE * self.dtype.width // 8 + chunk * 16), sizes[i]],
+                )
+
+    @cute.jit
+    def transpose(self, sTiles: cute.Tensor, sValues: cute.Tensor, count: Int32, parts: tuple[Ring, Ring, Ring], values: Ring, warp: Int32):
+        """A tile's values [64 tokens, 512] of 8 bits to [512, 64 tokens], by the producers; each warp a quarter of the dims, 16 at a time.
+
+        A lane's four words of a dim are 16 tokens in the order in which a lane holds their weights: any order does that both operands have.
+        """
+        lane = cute.arch.lane_idx()
+        parts[LEFT].wait_full(count)
+        parts[RIGHT].wait_full(count)
+        values.wait_empty(count)
+        tile = sTiles.iterator + count % self.stages * (TOKENS * LINE * LINES)
+        transposed = sValues.iterator + count % VALUE_STAGES * (TOKENS * LATENT)
+        is_odd = lane // 4 % 2
+        words = cute.make_rmem_tensor(4, Int32)
+        for i in cutlass.range_constexpr(LATENT // 16 // 4):
+            dim = warp * (LATENT // 4) + i * 16
+            line = tile + (warp * (LATENT // LINE // 4) + i * 16 // LINE) * (TOKENS * LINE)
+            # ldmatrix takes pairs of dims for one value: a lane gets two dims of tokens 2 (lane % 4) and the next, of each 8.
+            pairs = []
+            for half in cutlass.range_constexpr(2):
+                place = line + self.chunk_offset(half * 32 + lane, i * 16 % LINE // 16)
+                pairs += cute.arch.inline_ptx(
+                    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                    write_only_types=[Int32] * 4,
+                    read_only_args=[place.toint()],
+                )
+            # Lanes next to each other write the even dim first or the odd one, so that their banks differ.
+            for step in cutlass.range_constexpr(2):
+                parity = is_odd ^ step
+                selector = 0x6420 + parity * 0x1111
+                for group in cutlass.range_constexpr(4):
+                    words[group] = cute.arch.inline_ptx(
+                        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
+                        write_only_types=[Int32],
+                        read_only_args=[pairs[2 * group], pairs[2 * group + 1], selector],
+                    )
+                row = dim + lane // 4 * 2 + parity
+                target = cute.recast_ptr(transposed + self.chunk_offset(row, lane % 4), dtype=Int32)
+                cute.autovec_copy(words, cute.make_tensor(target.align(16), cute.make_layout(4)))
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(values.full + count % VALUE_STAGES)
+        parts[LEFT].release(count)
+        parts[RIGHT].release(count)
+
+    @cute.jit
+    def consume(
+        self,
+        mQ: cute.Tensor,
+        mIndices: cute.Tensor,
+        mLength: MaybeTensor,
+        mSink: MaybeTensor,
+        mOut: cute.Tensor,
+        mMaxLogits: cute.Tensor,
+        mLse: cute.Tensor,
+        scale_log2: Float32,
+        value_scale: Float32,
+        num_work: Int32,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        sQ: cute.Tensor,
+        sTiles: cute.Tensor,
+        sValues: cute.Tensor,
+        sMax: cute.Tensor,
+        sSums: cute.Tensor,
+        sValid: cute.Tensor,
+        parts: tuple[Ring, Ring, Ring],
+        weights: Ring,
+        values: Ring,
+        queries: Ring,
+        half: Int32,
+    ):
+        """One warpgroup: the softmax of every second tile, and its half of the outputs' columns."""
+        tSrQ, tSrK, tOrP, tOrV = self.operands(qk_mma, pv_mma, sQ, sTiles, sValues, half)
+        rO = cute.make_rmem_tensor(pv_mma.get_slice(0).partition_shape_C((HEADS, LATENT // 2)), Float32)
+        row_max = cute.make_rmem_tensor(2, Float32)
+        row_sum = cute.make_rmem_tensor(2, Float32)
+        num_heads = mQ.shape[1]
+        grid, _, _ = cute.arch.grid_dim()
+        work, _, _ = cute.arch.block_idx()
+        work_count, first = Int32(0), Int32(0)  # tiles before this piece of work's
+        while work < num_work:
+            query, first_head = self.place_of(work, num_heads)
+            tiles = (self.length_of(mIndices, mLength, query) + TOKENS - 1) // TOKENS
+            rO.fill(0.0)
+            row_max.fill(-Float32.inf)
+            row_sum.fill(0.0)
+            queries.wait_full(work_count)
+            if half == 0 and tiles > 0:
+                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, first, parts)
+                warpgroup.wait_group(0)
+                self.release_keys(parts, first)
+                self.weigh(rS, row_max, row_sum, sValid, first, scale_log2)
+                self.publish(rS, row_max, sTiles, sMax, first, weights, half)
+                self.multiply_values(pv_mma, rO, tOrP, tOrV, first, weights, values)
+                warpgroup.wait_group(0)
+                self.release(parts, values, first, half)
+            tile = 2 - half
+            while tile < tiles:
+                count = first + tile
+                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts)
+                self.follow(rO, row_max, row_sum, sMax, count - 1, weights)
+                self.multiply_values(pv_mma, rO, tOrP, tOrV, count - 1, weights, values)
+                warpgroup.wait_group(1)
+                self.release_keys(parts, count)
+                rescale = self.weigh(rS, row_max, row_sum, sValid, count, scale_log2)
+                warpgroup.wait_group(0)
+                self.release(parts, values, count - 1, half)
+                self.publish(rS, row_max, sTiles, sMax, count, weights, half)
+                self.rescale_output(rO, rescale)
+                self.multiply_values(pv_mma, rO, tOrP, tOrV, count, weights, values)
+                warpgroup.wait_group(0)
+                self.release(parts, values, count, half)
+                tile += 2
+            queries.release(work_count)
+            if tile == tiles:
+                self.follow(rO, row_max, row_sum, sMax, first + tile - 1, weights)
+                self.multiply_values(pv_mma, rO, tOrP, tOrV, first + tile - 1, weights, values)
+                warpgroup.wait_group(0)
+                self.release(parts, values, first + tile - 1, half)
+            self.finish(mSink, mOut, mMaxLogits, mLse, value_scale, rO, row_max, row_sum, sSums, work_count, query, first_head, half)
+            first += tiles
+            work_count += 1
+            work += grid
+
+    def operands(self, qk_mma, pv_mma, sQ, sTiles, sValues, half):
+        """Both products' operands in shared memory: queries, keys, weights, this warpgroup's half of the values."""
+        tile = TOKENS * LINE * LINES
+        sQ = self.staged(sQ.iterator, HEADS, self.lines, 1, 0)[None, None, 0]  # [64, D]
+        sK = self.staged(sTiles.iterator, TOKENS, self.lines, self.stages, tile)  # [64, D, stages]
+        sP = self.staged(sTiles.iterator + (LINES - 1) * (TOKENS * LINE), HEADS, 1, self.stages, tile)  # [64, 64, stages]
+        first = sValues.iterator + half * (TOKENS * LATENT // 2)
+        if const_expr(self.transposes):
+            sVt = self.staged(first, LATENT // 2, TOKENS // LINE, VALUE_STAGES, TOKENS * LATENT)  # [256, 64, stages]
+        else:
+            sV = self.staged(first, TOKENS, HALF_LINES, self.stages, tile)  # [64, 256, stages]
+            sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+        qk_thread, pv_thread = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        return (
+            qk_thread.make_fragment_A(qk_thread.partition_A(sQ)),
+            qk_thread.make_fragment_B(qk_thread.partition_B(sK)),
+            pv_thread.make_fragment_A(pv_thread.partition_A(sP)),
+            pv_thread.make_fragment_B(pv_thread.partition_B(sVt)),
+        )
+
+    def first_row_of_thread(self):
+        """Of the two rows that a thread holds of accumulators; the other is 8 further on."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        return thread // 32 * 16 + thread % 32 // 4
+
+    def by_row(self, accumulator):
+        """A thread's share of an accumulator as [2 rows, columns]."""
+        columns = cute.size(accumulator) // 4
+        return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, columns)), stride=(2, (1, 4))))
+
+    @cute.jit
+    def multiply_keys(self, qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, count: Int32, parts: tuple[Ring, Ring, Ring]):
+        """Starts Q K^T as its parts arrive; the products [64, 64] are there when the group is waited for."""
+        rS = cute.make_rmem_tensor(qk_mma.get_slice(0).partition_shape_C((HEADS, TOKENS)), Float32)
+        atom = cute.make_mma_atom(qk_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        steps = cute.size(tSrQ, mode=[2])
+        per_part = steps * LINE * HALF_LINES // self.variant.head_dim
+        stage = count % self.stages
+        for part in cutlass.range_constexpr(3):
+            parts[part].wait_full(count)
+            # The copies were no asynchronous ones to wgmma, and a thread that starts one cannot fence when they have arrived.
+            cute.arch.fence_view_async_shared()
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(part * per_part, min((part + 1) * per_part, steps)):
+                cute.gemm(atom, rS, tSrQ[None, None, k], tSrK[None, None, k, stage], rS)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        return rS
+
+    @cute.jit
+    def multiply_values(
+        self, pv_mma: cute.TiledMma, rO: cute.Tensor, tOrP: cute.Tensor, tOrV: cute.Tensor, count: Int32, weights: Ring, values: Ring
+    ):
+        """Starts O += P V."""
+        weights.wait_full(count)
+        value_stage = count % self.stages
+        if const_expr(self.transposes):
+            values.wait_full(count)
+            value_stage = count % VALUE_STAGES
+        atom = cute.make_mma_atom(pv_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        cute.arch.fence_view_async_shared()
+        warpgroup.fence()
+        stage = count % self.stages
+        for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+            cute.gemm(atom, rO, tOrP[None, None, k, stage], tOrV[None, None, k, value_stage], rO)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def weigh(self, rS: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, sValid: cute.Tensor, count: Int32, scale_log2: Float32):
+        """One step of the softmax on products [64, 64], which become weights; returns what the output so far is to be multiplied by, [2]."""
+        logits = self.by_row(rS)
+        rescale = cute.make_rmem_tensor(2, Float32)
+        valid = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(sValid[None, count % self.stages], valid)
+        first_bit = cute.arch.lane_idx() % 4 * 2
+        for i in cutlass.range_constexpr(4):
+            valid[i] = valid[i] >> first_bit
+        for r in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(TOKENS // 4):
+                bit = i // 2 % 2 * 8 + i % 2
+                logits[r, i] = logits[r, i] * scale_log2 if (valid[i // 4] & (1 << bit)) != 0 else -Float32.inf
+            row = logits[r, None].load()
+            peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4)
+            old_max = row_max[r]
+            new_max = cute.arch.fmax(old_max, peak)
+            shift = Float32(0.0) if new_max == -Float32.inf else new_max
+            rescale[r] = cute.math.exp2(old_max - shift, fastmath=True)
+            tile_weights = cute.math.exp2(row - shift, fastmath=True)
+            row_max[r] = new_max
+            row_sum[r] = row_sum[r] * rescale[r] + tile_weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            logits[r, None].store(tile_weights)
+        return rescale
+
+    @cute.jit
+    def publish(self, rS: cute.Tensor, row_max: cute.Tensor, sTiles: cute.Tensor, sMax: cute.Tensor, count: Int32, weights: Ring, half: Int32):
+        """The tile's weights to where both warpgroups' products read them, and its maxima."""
+        # The other warps may still multiply the rotated dims that the weights replace.
+        cute.arch.barrier(barrier_id=1 + half, number_of_threads=WARPGROUP)
+        stage = count % self.stages
+        row, lane = self.first_row_of_thread(), cute.arch.lane_idx()
+        line = sTiles.iterator + (stage * LINES + LINES - 1) * (TOKENS * LINE)
+        logits = self.by_row(rS)
+        for r in cutlass.range_constexpr(2):
+            rP = cute.make_rmem_tensor(TOKENS // 4, self.dtype)
+            if const_expr(self.transposes):
+                rP.store((logits[r, None].load() * WEIGHT_SCALE_E4M3).to(self.dtype))
+                target = (line + self.chunk_offset(row + 8 * r, lane % 4)).align(16)
+                cute.autovec_copy(rP, cute.make_tensor(target, cute.make_layout(TOKENS // 4)))
+            else:
+                rP.store(logits[r, None].load().to(self.dtype))
+                pairs = cute.recast_tensor(rP, Int32)
+                for chunk in cutlass.range_constexpr(self.line_chunks):
+                    words = cute.recast_ptr(line + self.chunk_offset(row + 8 * r, chunk), dtype=Int32)
+                    cute.make_tensor(words, cute.make_layout(4))[lane % 4] = pairs[chunk]
+        if lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                sMax[row + 8 * r, stage] = row_max[r]
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(weights.full + stage)
+
+    @cute.jit
+    def follow(self, rO: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, sMax: cute.Tensor, count: Int32, weights: Ring):
+        """Brings outputs and sums under the maxima that the other warpgroup found in a tile."""
+        weights.wait_full(count)
+        rescale = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            new_max = sMax[self.first_row_of_thread() + 8 * r, count % self.stages]
+            shift = Float32(0.0) if new_max == -Float32.inf else new_max
+            rescale[r] = cute.math.exp2(row_max[r] - shift, fastmath=True)
+            row_sum[r] *= rescale[r]
+            row_max[r] = new_max
+        self.rescale_output(rO, rescale)
+
+    @cute.jit
+    def rescale_output(self, rO: cute.Tensor, rescale: cute.Tensor):
+        output = self.by_row(rO)
+        for r in cutlass.range_constexpr(2):
+            output[r, None].store(output[r, None].load() * rescale[r])
+
+    @cute.jit
+    def release_keys(self, parts: tuple[Ring, Ring, Ring], count: Int32):
+        """After Q K^T. Values of 16 bits are still to be read from the same place, by products that wait for what follows."""
+        if const_expr(self.transposes):
+            parts[LEFT].release(count)
+            parts[RIGHT].release(count)
+
+    @cute.jit
+    def release(self, parts: tuple[Ring, Ring, Ring], values: Ring, count: Int32, half: Int32):
+        """After O += P V: this warpgroup's half of the values, and its share of the weights' line."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            if const_expr(self.transposes):
+                cute.arch.mbarrier_arrive(values.empty + count % VALUE_STAGES)
+            else:
+                cute.arch.mbarrier_arrive((parts[LEFT].empty if half == 0 else parts[RIGHT].empty) + count % self.stages)
+            cute.arch.mbarrier_arrive(parts[LAST].empty + count % self.stages)
+
+    @cute.jit
+    def finish(
+        self,
+        mSink: MaybeTensor,
+        mOut: cute.Tensor,
+        mMaxLogits: cute.Tensor,
+        mLse: cute.Tensor,
+        value_scale: Float32,
+        rO: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        sSums: cute.Tensor,
+        work_count: Int32,
+        query: Int32,
+        first_head: Int32,
+        half: Int32,
+    ):
+        """The warpgroup's columns of the output, and the first one's LSE and maxima."""
+        lane, first_row = cute.arch.lane_idx(), self.first_row_of_thread()
+        output = self.by_row(rO)
+        for r in cutlass.range_constexpr(2):
+            row_sum[r] = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+            if lane % 4 == 0:
+                sSums[first_row + 8 * r, half, work_count % 2] = row_sum[r]
+        cute.arch.barrier(barrier_id=3, number_of_threads=2 * WARPGROUP)
+        for r in cutlass.range_constexpr(2):
+            row = first_row + 8 * r
+            head = first_head + row
+            if head < mOut.shape[1]:
+                # Both warpgroups add in the same order.
+                total = sSums[row, 0, work_count % 2] + sSums[row, 1, work_count % 2]
+                has_tokens = total > 0.0
+                largest = row_max[r] * LN2
+                logsum = largest + cute.math.log2(total, fastmath=True) * LN2 if has_tokens else Float32.inf
+                factor = value_scale / total if has_tokens else Float32(0.0)
+                if const_expr(mSink is not None):
+                    if has_tokens:
+                        factor /= 1.0 + cute.math.exp2((mSink[head] - logsum) * LOG2E, fastmath=True)
+                rOut = cute.make_rmem_tensor((2, LATENT // 16), mOut.element_type)
+                rOut.store((output[r, None].load() * factor).to(mOut.element_type))
+                gOut = cute.local_tile(mOut[query, head, None], (LATENT // 2,), (half,))
+                for i in cutlass.range_constexpr(LATENT // 16):
+                    cute.autovec_copy(rOut[None, i], cute.local_tile(gOut, (2,), (4 * i + lane % 4,)))
+                if half == 0 and lane % 4 == 0:
+                    mMaxLogits[query, head] = largest
+                    mLse[query, head] = logsum
+
+
+def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel, and its arguments as tensors of any lengths and strides that a call may bring."""
+    kernel = SparseMlaSm90(variant)
+    queries, heads = cute.sym_int(), cute.sym_int()
+
+    def vectors(dtype: Any, *shape: Any) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:])
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+
+    def scalars(dtype: Any, *shape: Any) -> Any:
+        return make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape))
+
+    def optional(exists: bool, dtype: Any, *shape: Any) -> Any:
+        return scalars(dtype, *shape) if exists else None
+
+    return kernel, (
+        vectors(kernel.dtype, queries, heads, variant.head_dim),
+        vectors(kernel.dtype, cute.sym_int(), variant.head_dim),
+        scalars(Int32, queries, cute.sym_int()),
+        optional(variant.length, Int32, queries),
+        optional(variant.sink, Float32, heads),
+        optional(variant.q_scale, Float32, 1),
+        optional(variant.kv_scale, Float32, 1),
+        vectors(cutlass.BFloat16, queries, heads, LATENT),
+        scalars(Float32, queries, heads),
+        scalars(Float32, queries, heads),
+        Float32(0.0),
+        Float32(0.0),
+        Int32(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+KERNEL = CuteKernel("sparse_mla_sm90", build, sources=[__file__, sparse_prefill_sm90.__file__])
+
+
+def sparse_mla_prefill(call: SparseMlaPrefillCall) -> None:
+    """Fill call.out, call.max_logits and call.lse.
+
+    Raises:
+        UnsupportedProblem: q, kv or out whose address or strides are no multiples of 16 bytes.
+    """
+    if call.q.shape[0] == 0:
+        return
+    for argument, tensor in (("q", call.q), ("kv", call.kv), ("out", call.out)):
+        check_address(argument, tensor)
+    variant = Variant(
+        dtype=dtype_name(call.q.dtype),
+        head_dim=call.q.shape[2],
+        length=call.topk_length is not None,
+        sink=call.attn_sink is not None,
+        q_scale=call.q_scale.tensor is not None,
+        kv_scale=call.kv_scale.tensor is not None,
+    )
+    KERNEL.get(variant, call.q.device)(
+        call.q,
+        call.kv,
+        call.indices,
+        call.topk_length,
+        call.attn_sink,
+        *(None if scale.tensor is None else scale.tensor.reshape(1) for scale in (call.q_scale, call.kv_scale)),
+        call.out,
+        call.max_logits,
+        call.lse,
+        call.sm_scale * call.q_scale.value * call.kv_scale.value,
+        call.kv_scale.value,
+        num_sms(call.q.device),
+    )
+
+
+def check_address(argument: str, tensor: torch.Tensor) -> None:
+    size = tensor.element_size()
+    if tensor.data_ptr() % 16 or any(stride * size % 16 for stride in tensor.stride()[:-1]):
+        raise UnsupportedProblem(
+            f"{argument}: expected an address and strides in multiples of 16 bytes, which are what is copied at a time, got address "
+            f"{tensor.data_ptr():#x} and strides {tensor.stride()} of {size} bytes; impl='triton' takes any"
+        )
