@@ -14,7 +14,8 @@ MAX_TILE_ROWS = 128
 MAX_SPLITS = 16
 MULTIPROCESSORS = 132
 MEMORY_BYTES_PER_US = 4.2e6  # what the whole GPU reads of its memory
-MULTIPROCESSOR_BYTES_PER_US = 5e4  # and one multiprocessor at most
+MULTIPROCESSOR_BYTES_PER_US = 5e4  # and one multiprocessor at most,
+TENSOR_BYTES_PER_US = 3e4  # whose tensor cores bound it where a tile has many rows
 MERGE_US = 1.0  # a second launch, beside its traffic
 PARTIAL_BYTES_PER_US = 3e6  # partials stay in L2
 
@@ -43,11 +44,10 @@ class Schedule:
     stages: int
     tiles: int
     splits: int
-    cluster: int
 
 
 settings_override: dict[str, int] = {}
-"""Set by a tuner: key_warps, step_keys, stages or splits of every launch."""
+"""Set by a tuner: tile_rows (at least 32), key_warps, step_keys, stages or splits of every launch."""
 
 
 def schedule_for(
@@ -70,12 +70,12 @@ def schedule_for(
         tokens: query rows.
         limit: bytes that the splits' partials may take.
     """
-    override = tuple(sorted(settings_override.items()))
-    return _schedule(max_seqlen_q, num_requests, num_q_heads, num_kv_heads, topk, num_blocks, kv_dtype, tokens, limit, override)
+    sizes = (max_seqlen_q, num_requests, num_q_heads, num_kv_heads, topk, num_blocks, kv_dtype, tokens, limit)
+    return schedule_of(*sizes, tuple(settings_override.items()))
 
 
 @lru_cache(maxsize=4096)
-def _schedule(
+def schedule_of(
     max_seqlen_q: int,
     num_requests: int,
     num_q_heads: int,
@@ -87,8 +87,13 @@ def _schedule(
     limit: int,
     override: tuple[tuple[str, int], ...],
 ) -> Schedule:
+    """`schedule_for`, remembered; `override`: the items of `settings_override`."""
     group = power_of_2(num_q_heads // num_kv_heads)
-    tile_tokens = min(power_of_2(max(max_seqlen_q, 1)), MAX_TILE_ROWS // group)
+    queries, forced = power_of_2(max(max_seqlen_q, 1)), dict(override)
+    tile_tokens = min(queries, MAX_TILE_ROWS // group)
+    # Where three quarters of the GPU would be left over: smaller tiles take each other's blocks from L2, and every step of theirs is shorter.
+    few = 4 * num_requests * num_kv_heads * (queries // tile_tokens) < MULTIPROCESSORS
+    tile_tokens = min(queries, forced.pop("tile_rows", MAX_TILE_ROWS // 2 if few else MAX_TILE_ROWS) // group)
     token_rows = max(group, MMA_ROWS // tile_tokens)
     row_warps = tile_tokens * token_rows // MMA_ROWS
     element_size = 1 if kv_dtype.startswith("fp8") else 2
@@ -98,9 +103,8 @@ def _schedule(
     key_warps = (4 if small else 8) // row_warps
     step_keys = 128 if element_size == 1 and row_warps <= 2 else 64
     stages = (96 if small else 192) * 1024 // (2 * step_keys * HEAD_DIM * element_size)
-    settings = {"key_warps": key_warps, "step_keys": step_keys, "stages": stages} | dict(override)
-    forced_splits = settings.pop("splits", None)
-    cluster = settings.pop("cluster", 0)
+    forced_splits = forced.pop("splits", None)
+    settings = {"key_warps": key_warps, "step_keys": step_keys, "stages": stages} | forced
 
     tiles = -(-max_seqlen_q // tile_tokens) * num_requests
     # Neighbouring drafts share most blocks: a token more brings about one and a half.
@@ -108,22 +112,23 @@ def _schedule(
     steps = blocks * (BLOCK // settings["step_keys"])
     step_bytes = 2 * settings["step_keys"] * HEAD_DIM * element_size
     slots = MULTIPROCESSORS * (2 if small else 1)
+    rate = MULTIPROCESSOR_BYTES_PER_US if row_warps <= 4 else TENSOR_BYTES_PER_US
 
     def cost(splits: int) -> float:
         """Microseconds, roughly: bound by the memory, or by the multiprocessors that have work."""
         ctas, longest = tiles * num_kv_heads * splits, -(-steps // splits) * step_bytes
         waves, rest = divmod(ctas, slots)
         on_one = waves * slots // MULTIPROCESSORS + -(-rest // MULTIPROCESSORS)
-        load = max(ctas * longest / MEMORY_BYTES_PER_US, on_one * longest / MULTIPROCESSOR_BYTES_PER_US)
+        load = max(ctas * longest / MEMORY_BYTES_PER_US, on_one * longest / rate)
         return load if splits == 1 else load + MERGE_US + 2 * partial_bytes(splits, tokens, num_q_heads) / PARTIAL_BYTES_PER_US
 
     fitting = [s for s in range(1, min(MAX_SPLITS, steps) + 1) if partial_bytes(s, tokens, num_q_heads) <= limit]
-    return Schedule(tile_tokens, token_rows, **settings, tiles=tiles, splits=forced_splits or min(fitting, key=cost), cluster=cluster)
+    return Schedule(tile_tokens, token_rows, **settings, tiles=tiles, splits=forced_splits or min(fitting, key=cost))
 
 
 def partial_bytes(splits: int, tokens: int, num_q_heads: int) -> int:
     """Scratch of the splits' partials: fp32 outputs and LSEs; none for one split."""
-    return 0 if splits == 1 else splits * tokens * num_q_heads * (HEAD_DIM + 1) * 4 + 512
+    return 0 if splits == 1 else splits * tokens * num_q_heads * (HEAD_DIM + 1) * 4
 
 
 def decode_workspace_bytes(shape: WorkShape) -> int:

@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
-from cutlass import BFloat16, Float16, Float32, Int32, Uint8, const_expr
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import Float32, Int32, Int64, const_expr
 
-from m3attn.calls import SparseAttentionCall
-from m3attn.dsl_kernels import decode_schedule, finish_rows, warp_mma
-from m3attn.dsl_kernels.common.kernels import CuteKernel
-from m3attn.dsl_kernels.decode_schedule import HEAD_DIM, power_of_2
+from m3attn.dsl_kernels import finish_rows
+from m3attn.dsl_kernels.decode_schedule import HEAD_DIM
 from m3attn.dsl_kernels.finish_rows import LANE_DIMS, MINUS_INF, finish_row, load_scale, sink_logit
-from m3attn.dtypes import dtype_name
 
 WARPS = 4
 WARP = 32
-ELEMENTS = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32, "fp8_e4m3": Uint8}
 
 
-@dataclass(frozen=True)
-class Variant:
-    """What a compiled kernel depends on.
-
-    Attributes:
-        q_dtype: read for the sink alone.
-        sink: element type of sink_key, or `none`.
-        q_scale, v_scale: whether the scale has a tensor.
-        aligned: rows of q and out start at multiples of 16 bytes.
-        max_splits: splits, rounded up to a power of two.
-    """
-
-    q_dtype: str
-    lse: bool
-    sink: str
-    q_scale: bool
-    v_scale: bool
-    aligned: bool
-    max_splits: int = 16
+def partials(mWork: cute.Tensor, splits: Int32, mOut: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """(outputs [splits, T, Hq, D], log2-domain LSEs [splits, T, Hq]) of the splits, fp32, in the workspace."""
+    tokens, heads = mOut.shape[0], mOut.shape[1]
+    row = Int64(heads) * HEAD_DIM
+    strides = (cute.assume(tokens * row, divby=HEAD_DIM), cute.assume(row, divby=HEAD_DIM), HEAD_DIM, 1)
+    pointer = cute.recast_ptr(mWork.iterator, dtype=Float32)
+    outputs = cute.make_tensor(pointer, cute.make_layout((splits, tokens, heads, HEAD_DIM), stride=strides))
+    lse_layout = cute.make_layout((splits, tokens, heads), stride=(Int64(heads) * tokens, Int64(heads), 1))
+    return outputs, cute.make_tensor(pointer + splits * tokens * row, lse_layout)
 
 
 class MergeSplits:
-    def __init__(self, variant: Variant) -> None:
-        self.variant = variant
+    """Its launch follows the splits' as a programmatic dependent.
 
-    @cute.jit
-    def __call__(
+    Args:
+        max_splits: a power of two, at most 16, no less than the splits.
+    """
+
+    def __init__(self, max_splits: int) -> None:
+        self.max_splits = max_splits
+
+    def launch(
         self,
         mPartial: cute.Tensor,  # [splits, T, Hq, D] fp32; not written where its LSE is -inf
         mPartialLse: cute.Tensor,  # [splits, T, Hq] fp32, log2 domain
@@ -95,8 +83,8 @@ class MergeSplits:
         cute.arch.griddepcontrol_launch_dependents()
         if row < mOut.shape[0]:
             # Read whether their LSEs are -inf or not, all at once, and before those: it is one wait for memory.
-            parts = cute.make_rmem_tensor((LANE_DIMS, self.variant.max_splits), Float32)
-            for split in cutlass.range_constexpr(self.variant.max_splits):
+            parts = cute.make_rmem_tensor((LANE_DIMS, self.max_splits), Float32)
+            for split in cutlass.range_constexpr(self.max_splits):
                 cute.autovec_copy(finish_rows.four(mPartial[cutlass.min(split, splits - 1), row, head, None], lane), parts[None, split])
             is_owned = row >= mCuSeqlens[0] and row < mCuSeqlens[mCuSeqlens.shape[0] - 1]
             lse = Float32(MINUS_INF)
@@ -107,7 +95,7 @@ class MergeSplits:
             total = cute.arch.warp_reduction_sum(weight)
             output = cute.make_rmem_tensor(LANE_DIMS, Float32)
             output.fill(0.0)
-            for split in cutlass.range_constexpr(self.variant.max_splits):
+            for split in cutlass.range_constexpr(self.max_splits):
                 part_weight = cute.arch.shuffle_sync(weight, split)
                 for i in cutlass.range_constexpr(LANE_DIMS):
                     output[i] += parts[i, split] * part_weight if part_weight > 0.0 else Float32(0.0)
@@ -115,67 +103,3 @@ class MergeSplits:
             if const_expr(mSink is not None):
                 sink = sink_logit(mQ, mSink, row, head, lane) * sm_scale * load_scale(q_scale, mQScale)
             finish_row(output, largest, total, sink, load_scale(v_scale, mVScale), mOut, mLse, row, head, lane)
-
-
-def build(variant: Variant) -> tuple[MergeSplits, tuple[Any, ...]]:
-    tokens, heads = cute.sym_int(), cute.sym_int()
-    strides = [cute.sym_int64(divisibility=8 if variant.aligned else 1) for _ in range(4)]
-    align = 16 if variant.aligned else None
-    q_type = ELEMENTS[variant.q_dtype]
-    out_type = BFloat16 if q_type is Uint8 else q_type
-    splits = cute.sym_int()
-    partial_strides = [cute.sym_int64(divisibility=HEAD_DIM) for _ in range(2)]
-    partial = make_fake_tensor(Float32, (splits, tokens, heads, HEAD_DIM), (*partial_strides, HEAD_DIM, 1), assumed_align=16)
-    partial_lse = make_fake_tensor(Float32, (splits, tokens, heads), (cute.sym_int64(), cute.sym_int64(), 1))
-    scale = make_fake_tensor(Float32, (1,), (1,))
-    return MergeSplits(variant), (
-        partial,
-        partial_lse,
-        make_fake_tensor(Int32, (cute.sym_int(),), (cute.sym_int64(),)),
-        make_fake_tensor(q_type, (tokens, heads, HEAD_DIM), (*strides[:2], 1), assumed_align=align),
-        None if variant.sink == "none" else make_fake_tensor(ELEMENTS[variant.sink], (heads, HEAD_DIM), (cute.sym_int64(), cute.sym_int64())),
-        make_fake_tensor(out_type, (tokens, heads, HEAD_DIM), (*strides[2:], 1), assumed_align=align),
-        make_fake_tensor(Float32, (tokens, heads), (cute.sym_int64(), cute.sym_int64())) if variant.lse else None,
-        scale if variant.q_scale else None,
-        scale if variant.v_scale else None,
-        Float32(0.0),
-        Float32(0.0),
-        Float32(0.0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-
-
-KERNEL: CuteKernel[Variant] = CuteKernel(
-    "merge_splits_sm90", build, sources=[__file__, decode_schedule.__file__, finish_rows.__file__, warp_mma.__file__]
-)
-
-
-def merge_splits(call: SparseAttentionCall, q: torch.Tensor, partial_out: torch.Tensor, partial_lse: torch.Tensor, aligned: bool) -> None:
-    """Write call.out and call.lse from every split's normalised output and LSE.
-
-    Args:
-        q: call.q, fp8 as uint8.
-        partial_out: [splits, T, Hq, D] fp32, contiguous.
-        partial_lse: [splits, T, Hq] fp32, contiguous, log2 domain; -inf for a split without keys.
-        aligned: rows of q and out start at multiples of 16 bytes.
-    """
-    has_sink = call.sink_key is not None
-    sink = "none" if call.sink_key is None else dtype_name(call.sink_key.dtype)
-    q_scale = call.q_scale.tensor if has_sink else None
-    v_scale = call.v_scale.tensor
-    max_splits = power_of_2(partial_out.shape[0])
-    variant = Variant(dtype_name(call.q.dtype), call.lse is not None, sink, q_scale is not None, v_scale is not None, aligned, max_splits)
-    KERNEL.get(variant, call.q.device)(
-        partial_out,
-        partial_lse,
-        call.batch.cu_seqlens_q,
-        q,
-        call.sink_key,
-        call.out,
-        call.lse,
-        None if q_scale is None else q_scale.reshape(1),
-        None if v_scale is None else v_scale.reshape(1),
-        call.sm_scale,
-        call.q_scale.value,
-        call.v_scale.value,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -14,21 +15,21 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
-from m3attn.dsl_kernels import decode_schedule, finish_rows, warp_mma
+from m3attn.dsl_kernels import decode_schedule, finish_rows, merge_splits_sm90, warp_mma
 from m3attn.dsl_kernels.common.kernels import CuteKernel
-from m3attn.dsl_kernels.decode_schedule import BLOCK, HEAD_DIM, MMA_ROWS, power_of_2, schedule_for
+from m3attn.dsl_kernels.decode_schedule import BLOCK, HEAD_DIM, MMA_ROWS, power_of_2, schedule_of, settings_override
 from m3attn.dsl_kernels.decode_schedule import decode_workspace_bytes as decode_workspace_bytes
 from m3attn.dsl_kernels.finish_rows import LOG2E, MINUS_INF, finish_row, load_scale, sink_logit
-from m3attn.dsl_kernels.merge_splits_sm90 import merge_splits
+from m3attn.dsl_kernels.merge_splits_sm90 import MergeSplits, partials
 from m3attn.dsl_kernels.warp_mma import as_halves, interleave_rows, load_transposed, mma_atom, shared_tensor, swizzled, widen_pair
 from m3attn.dtypes import dtype_name, is_fp8
-from m3attn.workspace import carve, workspace_limit
+from m3attn.workspace import workspace_limit
 
 MMA_KEYS = 16
 K_STEPS = HEAD_DIM // 16
 D_TILES = HEAD_DIM // 8
 WARP = 32
-ROWS_AT_ONCE = 4  # that a warp joins, so that it waits for memory once
+MAX_ROWS_AT_ONCE = 4  # that a warp joins, so that it waits for memory once
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # where both are whole warpgroups
 NONE = 2**31 - 1  # no block
 BLOCK_BITS = 16  # of an id
@@ -48,8 +49,7 @@ class Variant:
         key_warps: warps that share the keys of a step.
         step_keys: keys of a pipeline step.
         stages: steps in flight.
-        split: partial results for `merge_splits`, in place of outputs.
-        cluster: the splits of a tile are a cluster, which joins them through shared memory.
+        splits: 1, or the splits rounded up to a power of two; then partial results go through the workspace to `MergeSplits`.
         sink: element type of sink_key, or `none`.
         q_scale, k_scale, v_scale: whether the scale has a tensor.
         aligned: rows of q and out start at multiples of 16 bytes.
@@ -63,8 +63,7 @@ class Variant:
     key_warps: int
     step_keys: int
     stages: int
-    split: bool
-    cluster: bool = False
+    splits: int
     lse: bool = False
     sink: str = "none"
     q_scale: bool = False
@@ -128,6 +127,7 @@ class SparseDecode:
         self.warp_keys = variant.step_keys // variant.key_warps
         self.part_keys = min(self.warp_keys, 64 if self.is_wide else 32)
         self.key_tiles = self.part_keys // 8
+        self.rows_at_once = min(MAX_ROWS_AT_ONCE, self.rows // self.readers)
         self.block_steps = BLOCK // variant.step_keys
         self.boxes = HEAD_DIM * self.kv_type.width // 8 // warp_mma.SWIZZLE_BYTES
         self.box_bytes = variant.step_keys * warp_mma.SWIZZLE_BYTES
@@ -147,8 +147,9 @@ class SparseDecode:
         mSeqLens: cute.Tensor,  # [B]
         mCuSeqlens: cute.Tensor,  # [B + 1]
         mSink: Any,  # [Hq, D] or None
-        mOut: cute.Tensor,  # [T, Hq, D]; with splits [splits, T, Hq, D] fp32
-        mLse: Any,  # [T, Hq] or None; with splits [splits, T, Hq]
+        mOut: cute.Tensor,  # [T, Hq, D]
+        mLse: Any,  # [T, Hq] or None
+        mWork: Any,  # [bytes], scratch for the partials, or None
         mQScale: Any,  # [1] or None
         mKScale: Any,
         mVScale: Any,
@@ -169,6 +170,9 @@ class SparseDecode:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, cute.slice_(s_layout, (None, None, 0)), box)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, cute.slice_(s_layout, (None, None, 0)), box)
         tiles = cute.ceil_div(max_seqlen_q, self.variant.tokens) * mSeqLens.shape[0]
+        mToOut, mToLse, mToSink = mOut, mLse, mSink
+        if const_expr(self.variant.splits > 1):
+            (mToOut, mToLse), mToSink = partials(mWork, splits, mOut), None
         self.kernel(
             mQ,
             tma_k,
@@ -179,9 +183,9 @@ class SparseDecode:
             mPageTable,
             mSeqLens,
             mCuSeqlens,
-            mSink,
-            mOut,
-            mLse,
+            mToSink,
+            mToOut,
+            mToLse,
             mQScale,
             mKScale,
             mVScale,
@@ -196,13 +200,15 @@ class SparseDecode:
         ).launch(
             grid=(tiles, mIds.shape[0], splits),
             block=(self.threads, 1, 1),
-            cluster=(1, 1, splits) if self.variant.cluster else None,
             stream=stream,
             # Without the first ptxas takes what registers it likes, and does not give them from warpgroup to warpgroup.
             min_blocks_per_mp=1 if self.is_wide else 2,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
+        if const_expr(self.variant.splits > 1):
+            merge = MergeSplits(self.variant.splits)
+            merge.launch(mToOut, mToLse, mCuSeqlens, mQ, mSink, mOut, mLse, mQScale, mVScale, sm_scale, q_scale, v_scale, stream)
 
     @cute.kernel
     def kernel(
@@ -217,8 +223,8 @@ class SparseDecode:
         mSeqLens: cute.Tensor,
         mCuSeqlens: cute.Tensor,
         mSink: Any,
-        mOut: cute.Tensor,
-        mLse: Any,
+        mOut: cute.Tensor,  # [T, Hq, D]; with splits [splits, T, Hq, D] fp32
+        mLse: Any,  # [T, Hq] or None; with splits [splits, T, Hq]
         mQScale: Any,
         mKScale: Any,
         mVScale: Any,
@@ -262,7 +268,7 @@ class SparseDecode:
         tiles_a_request = cute.ceil_div(max_seqlen_q, variant.tokens)
         rIds = self.guess_ids(mIds, kv_head, tile // tiles_a_request * max_seqlen_q + tile % tiles_a_request * variant.tokens, thread)
         rows = self.find_rows(mCuSeqlens, mSeqLens, mIds.shape[1], tile // tiles_a_request, tile % tiles_a_request, max_seqlen_k)
-        if const_expr(not variant.split):
+        if const_expr(variant.splits == 1):
             self.clear_padded_rows(mOut, mLse, mCuSeqlens, mSeqLens.shape[0], tile, kv_head, mIds.shape[0], thread)
         if rows.num_tokens > 0:
             rows_guessed = rows.first_row == tile // tiles_a_request * max_seqlen_q + tile % tiles_a_request * variant.tokens
@@ -273,9 +279,6 @@ class SparseDecode:
                     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if warp == self.readers:
                     self.load(tma_k, mK, tma_v, mV, s_layout, buffer, k_full, v_full, empty, sPages, kv_head, split, steps, splits)
-                if const_expr(variant.cluster):
-                    self.meet_cluster()
-                    self.meet_cluster()
             else:
                 if const_expr(self.is_wide):
                     cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -286,98 +289,35 @@ class SparseDecode:
                     mQ, rows, kv_head, group, factor, buffer, k_full, v_full, empty, sBlocks, sMembers, sMax, sSum, split, steps, splits, warp, lane
                 )
                 to = Results(mQ, mSink, mOut, mLse, q_factor, load_scale(v_scale, mVScale), rows, kv_head * group, group, split)
-                sOut = self.out_tile(buffer)
-                if const_expr(variant.cluster):
-                    self.join_in_place(sOut, sMax, sSum, warp, lane)
-                    self.meet_cluster()
-                    self.store_rows(to, sOut, sMax, sSum, splits, warp * splits + split, self.readers * splits, lane)
-                    # No CTA leaves while another reads its shared memory.
-                    self.meet_cluster()
-                else:
-                    self.store_rows(to, sOut, sMax, sSum, splits, warp, self.readers, lane)
-
-    def meet_cluster(self) -> None:
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+                self.store_rows(to, self.out_tile(buffer), sMax, sSum, warp, lane)
 
     @cute.jit
-    def join_in_place(self, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, warp: Int32, lane: Int32) -> None:
-        """Leaves each row's sum over the warps that shared its keys at the place of the first of them."""
-        if const_expr(self.variant.key_warps > 1):
-            for i in cutlass.range_constexpr(self.rows // self.readers):
-                row = warp + i * self.readers
-                output, largest, total = self.join_key_warps(sOut, sMax, sSum, row, lane)
-                cute.arch.sync_warp()
-                cute.autovec_copy(output, finish_rows.four(sOut[None, 0, row], lane))
-                if lane == 0:
-                    sMax[0, row], sSum[0, row] = largest, total
-
-    @cute.jit
-    def store_rows(
-        self, to: Results, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, splits: Int32, first_row: Int32, stride: Int32, lane: Int32
-    ) -> None:
-        """A warp's rows first_row, first_row + stride, … of the tile: joined, then to the outputs or to the split's partials."""
+    def store_rows(self, to: Results, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, warp: Int32, lane: Int32) -> None:
+        """Every n-th row of the tile, n being the warps: joined, then to the outputs or to the split's partials."""
         variant = self.variant
-        for start in cutlass.range(first_row, self.rows, stride * ROWS_AT_ONCE, unroll=1):
-            rOut = cute.make_rmem_tensor((finish_rows.LANE_DIMS, ROWS_AT_ONCE), Float32)
-            rMax, rSum, rSink = (cute.make_rmem_tensor(ROWS_AT_ONCE, Float32) for _ in range(3))
-            for i in cutlass.range_constexpr(ROWS_AT_ONCE):
-                row = cutlass.min(start + i * stride, self.rows - 1)
-                if const_expr(variant.cluster):
-                    output, rMax[i], rSum[i] = self.join_splits(sOut, sMax, sSum, splits, row, lane)
-                else:
-                    output, rMax[i], rSum[i] = self.join_key_warps(sOut, sMax, sSum, row, lane)
+        for start in cutlass.range(warp, self.rows, self.readers * self.rows_at_once, unroll=1):
+            rOut = cute.make_rmem_tensor((finish_rows.LANE_DIMS, self.rows_at_once), Float32)
+            rMax, rSum, rSink = (cute.make_rmem_tensor(self.rows_at_once, Float32) for _ in range(3))
+            for i in cutlass.range_constexpr(self.rows_at_once):
+                row = start + i * self.readers
+                output, rMax[i], rSum[i] = self.join_key_warps(sOut, sMax, sSum, row, lane)
                 for j in cutlass.range_constexpr(finish_rows.LANE_DIMS):
                     rOut[j, i] = output[j]
                 if const_expr(to.mSink is not None):
                     token = cutlass.min(row // variant.token_rows, to.rows.num_tokens - 1)
                     head = to.first_head + cutlass.min(row % variant.token_rows, to.group - 1)
                     rSink[i] = sink_logit(to.mQ, to.mSink, to.rows.first_row + token, head, lane) * to.q_factor
-            for i in cutlass.range_constexpr(ROWS_AT_ONCE):
-                row = start + i * stride
+            for i in cutlass.range_constexpr(self.rows_at_once):
+                row = start + i * self.readers
                 token, head = row // variant.token_rows, row % variant.token_rows
-                if row < self.rows and token < to.rows.num_tokens and head < to.group:
+                if token < to.rows.num_tokens and head < to.group:
                     token += to.rows.first_row
                     head += to.first_head
-                    if const_expr(variant.split):
+                    if const_expr(variant.splits > 1):
                         self.store_partial(rOut[None, i], rMax[i], rSum[i], to.mOut, to.mLse, to.split, token, head, lane)
                     else:
                         sink = None if const_expr(to.mSink is None) else rSink[i]
                         finish_row(rOut[None, i], rMax[i], rSum[i], sink, to.v_factor, to.mOut, to.mLse, token, head, lane)
-
-    @cute.jit
-    def join_splits(
-        self, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, splits: Int32, row: Int32, lane: Int32
-    ) -> tuple[cute.Tensor, Float32, Float32]:
-        """(sum of p v, four dims a lane; maximum; sum of p) of a row over the cluster's CTAs, in the order of the splits."""
-        largest, total = Float32(MINUS_INF), Float32(0.0)
-        output = cute.make_rmem_tensor(finish_rows.LANE_DIMS, Float32)
-        output.fill(0.0)
-        mine = finish_rows.four(sOut[None, 0, row], lane)
-        for split in cutlass.range(splits, unroll=4):
-            part_max, part_sum = self.peer(sMax[None, row], split, 1)[0], self.peer(sSum[None, row], split, 1)[0]
-            part = self.peer(mine, split, finish_rows.LANE_DIMS)
-            before, largest = largest, cute.arch.fmax(largest, part_max)
-            origin = largest if largest > MINUS_INF else Float32(0.0)
-            keep, weight = cute.math.exp2(before - origin, fastmath=True), cute.math.exp2(part_max - origin, fastmath=True)
-            total = total * keep + part_sum * weight
-            for i in cutlass.range_constexpr(finish_rows.LANE_DIMS):
-                output[i] = output[i] * keep + part[i] * weight
-        return output, largest, total
-
-    def peer(self, shared: cute.Tensor, rank: Int32, size: int) -> cute.Tensor:
-        """What stands at this place in the shared memory of another CTA of the cluster, in registers."""
-        address = cute.arch.map_dsmem_ptr(shared.iterator, rank)
-        registers = cute.make_rmem_tensor(size, Float32)
-        if size == 1:
-            code = "ld.shared::cluster.f32 {$w0}, [{$r0}];"
-            registers[0] = cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[address.toint()])
-        else:
-            code = "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
-            values = cute.arch.inline_ptx(code, write_only_types=[Float32] * 4, read_only_args=[address.toint()])
-            for i in range(size):
-                registers[i] = values[i]
-        return registers
 
     @cute.jit
     def find_rows(self, mCuSeqlens: cute.Tensor, mSeqLens: cute.Tensor, num_rows: Int32, request: Int32, part: Int32, max_seqlen_k: Int32) -> RowTile:
@@ -866,14 +806,6 @@ def build(variant: Variant) -> tuple[SparseDecode, tuple[Any, ...]]:
         strides = [cute.sym_int64(divisibility=128 // kernel.kv_type.width) for _ in range(3)]
         return make_fake_tensor(kernel.kv_type, (pages, kv_heads, BLOCK, HEAD_DIM), (*strides, 1), assumed_align=16)
 
-    if variant.split:
-        shape = (cute.sym_int(), tokens, q_heads)
-        strides = [cute.sym_int64(divisibility=HEAD_DIM) for _ in range(2)]
-        out = make_fake_tensor(Float32, (*shape, HEAD_DIM), (*strides, HEAD_DIM, 1), assumed_align=16)
-        lse = make_fake_tensor(Float32, shape, (cute.sym_int64(), cute.sym_int64(), 1))
-    else:
-        out = rows(BFloat16 if kernel.q_type is Uint8 else kernel.q_type)
-        lse = make_fake_tensor(Float32, (tokens, q_heads), (cute.sym_int64(), cute.sym_int64())) if variant.lse else None
     scales = [make_fake_tensor(Float32, (1,), (1,)) if has else None for has in (variant.q_scale, variant.k_scale, variant.v_scale)]
     sink = None
     if variant.sink != "none":
@@ -887,8 +819,9 @@ def build(variant: Variant) -> tuple[SparseDecode, tuple[Any, ...]]:
         make_fake_tensor(Int32, (requests,), (cute.sym_int64(),)),
         make_fake_tensor(Int32, (cute.sym_int(),), (cute.sym_int64(),)),
         sink,
-        out,
-        lse,
+        rows(BFloat16 if kernel.q_type is Uint8 else kernel.q_type),
+        make_fake_tensor(Float32, (tokens, q_heads), (cute.sym_int64(), cute.sym_int64())) if variant.lse else None,
+        make_fake_tensor(Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if variant.splits > 1 else None,
         *scales,
         *(Float32(0.0) for _ in range(4)),
         *(Int32(0) for _ in range(3)),
@@ -896,7 +829,7 @@ def build(variant: Variant) -> tuple[SparseDecode, tuple[Any, ...]]:
     )
 
 
-SOURCES = [__file__, decode_schedule.__file__, finish_rows.__file__, warp_mma.__file__]
+SOURCES = [__file__, decode_schedule.__file__, finish_rows.__file__, merge_splits_sm90.__file__, warp_mma.__file__]
 KERNEL: CuteKernel[Variant] = CuteKernel("sparse_decode_sm90", build, sources=SOURCES)
 
 
@@ -920,82 +853,97 @@ def _check_pool(argument: str, tensor: torch.Tensor) -> None:
         )
 
 
+@lru_cache(maxsize=4096)
+def _plan(
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    q_shape: tuple[int, ...],
+    num_kv_heads: int,
+    topk: int,
+    num_requests: int,
+    max_seqlen_q: int,
+    num_blocks: int,
+    limit: int,
+    lse: bool,
+    sink_dtype: torch.dtype | None,
+    scale_tensors: tuple[bool, bool, bool],
+    aligned: bool,
+    override: tuple[tuple[str, int], ...],
+) -> tuple[Variant, int]:
+    """(variant, splits) of a call, from what the host knows."""
+    kv_dtype = dtype_name(k_dtype)
+    schedule = schedule_of(max_seqlen_q, num_requests, q_shape[1], num_kv_heads, topk, num_blocks, kv_dtype, q_shape[0], limit, override)
+    variant = Variant(
+        dtype_name(q_dtype),
+        kv_dtype,
+        schedule.tokens,
+        schedule.token_rows,
+        max(16, power_of_2(topk)),
+        schedule.key_warps,
+        schedule.step_keys,
+        schedule.stages,
+        power_of_2(schedule.splits),
+        lse,
+        "none" if sink_dtype is None else dtype_name(sink_dtype),
+        *scale_tensors,
+        aligned=aligned,
+    )
+    return variant, schedule.splits
+
+
 def sparse_decode(call: SparseAttentionCall) -> None:
     """Attention of every query over the visible keys of its selected blocks, at most 16 queries a request; fills call.out and call.lse.
 
     Raises:
         UnsupportedProblem: a pool whose address or strides are no multiples of 16 bytes.
     """
-    batch = call.batch
-    num_rows, num_q_heads, _ = call.q.shape
-    if num_rows == 0:
+    q, k, v, batch, sink_key = call.q, call.k, call.v, call.batch, call.sink_key
+    if q.shape[0] == 0:
         return
-    if batch.num_requests == 0 or batch.max_seqlen_q == 0 or batch.page_table.shape[1] == 0 or call.k.shape[0] == 0:
+    if batch.num_requests == 0 or batch.max_seqlen_q == 0 or batch.page_table.shape[1] == 0 or k.shape[0] == 0:
         call.out.zero_()
         if call.lse is not None:
             call.lse.fill_(MINUS_INF)
         return
-    _check_pool("cache.k", call.k)
-    _check_pool("cache.v", call.v)
-    kv_dtype = dtype_name(call.k.dtype)
-    schedule = schedule_for(
-        max_seqlen_q=batch.max_seqlen_q,
-        num_requests=batch.num_requests,
-        num_q_heads=num_q_heads,
-        num_kv_heads=call.k.shape[1],
-        topk=call.ids.shape[2],
-        num_blocks=batch.num_blocks,
-        kv_dtype=kv_dtype,
-        tokens=num_rows,
-        limit=workspace_limit(),
+    _check_pool("cache.k", k)
+    _check_pool("cache.v", v)
+    q_scale, k_scale, v_scale = (None if s.tensor is None else s.tensor.reshape(1) for s in (call.q_scale, call.k_scale, call.v_scale))
+    variant, splits = _plan(
+        q.dtype,
+        k.dtype,
+        q.shape,
+        k.shape[1],
+        call.ids.shape[2],
+        batch.num_requests,
+        batch.max_seqlen_q,
+        batch.num_blocks,
+        workspace_limit(),
+        call.lse is not None,
+        None if sink_key is None else sink_key.dtype,
+        (q_scale is not None, k_scale is not None, v_scale is not None),
+        _is_aligned(q) and _is_aligned(call.out),
+        tuple(settings_override.items()),
     )
-    cluster = bool(schedule.cluster) and schedule.splits > 1
-    split = schedule.splits > 1 and not cluster
-    q, aligned = _bytes_of(call.q), _is_aligned(call.q) and _is_aligned(call.out)
-    out, lse, sink_key = call.out, call.lse, call.sink_key
-    if split:
-        assert call.workspace is not None
-        out, offset = carve(call.workspace, 0, (schedule.splits, num_rows, num_q_heads, HEAD_DIM), torch.float32)
-        lse, _ = carve(call.workspace, offset, (schedule.splits, num_rows, num_q_heads), torch.float32)
-        sink_key = None
-    scales = [None if s.tensor is None else s.tensor.reshape(1) for s in (call.q_scale, call.k_scale, call.v_scale)]
-    if split:
-        scales[2] = None
-    variant = Variant(
-        dtype_name(call.q.dtype),
-        kv_dtype,
-        schedule.tokens,
-        schedule.token_rows,
-        max(16, power_of_2(call.ids.shape[2])),
-        schedule.key_warps,
-        schedule.step_keys,
-        schedule.stages,
-        split,
-        cluster,
-        lse is not None and not split,
-        "none" if sink_key is None else dtype_name(sink_key.dtype),
-        *(scale is not None for scale in scales),
-        aligned=aligned,
-    )
-    KERNEL.get(variant, call.q.device)(
-        q,
-        _bytes_of(call.k),
-        _bytes_of(call.v),
+    KERNEL.get(variant, q.device)(
+        _bytes_of(q),
+        _bytes_of(k),
+        _bytes_of(v),
         call.ids,
         batch.page_table,
         batch.seq_lens,
         batch.cu_seqlens_q,
         sink_key,
-        out,
-        lse,
-        *scales,
+        call.out,
+        call.lse,
+        call.workspace if splits > 1 else None,
+        q_scale,
+        k_scale,
+        v_scale,
         call.sm_scale,
         call.q_scale.value,
         call.k_scale.value,
         call.v_scale.value,
         batch.max_seqlen_q,
         batch.max_seqlen_k,
-        schedule.splits,
+        splits,
     )
-    if split:
-        merge_splits(call, q, out, lse, aligned)

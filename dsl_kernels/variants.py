@@ -16,7 +16,6 @@ from typing import Any
 from m3attn.dsl_kernels import (
     block_lists_sm90,
     index_score_sm90,
-    merge_splits_sm90,
     select_blocks_sm90,
     sparse_decode_sm90,
     sparse_prefill_by_block_sm90,
@@ -91,13 +90,8 @@ def _decode(q_dtype: str, kv_dtype: str, requests: int, queries: int = 1, group:
         key_warps=schedule.key_warps,
         step_keys=schedule.step_keys,
         stages=schedule.stages,
-        split=schedule.splits > 1,
+        splits=power_of_2(schedule.splits),
     )
-
-
-def _merge(q_dtype: str, kv_dtype: str, requests: int) -> merge_splits_sm90.Variant:
-    max_splits = power_of_2(_schedule(kv_dtype, requests).splits)
-    return merge_splits_sm90.Variant(q_dtype, lse=False, sink="none", q_scale=False, v_scale=False, aligned=True, max_splits=max_splits)
 
 
 def _named(kernel: CuteKernel, **variants: Any) -> dict[str, tuple[CuteKernel, Any]]:
@@ -136,16 +130,12 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         widen_many=_decode("bf16", "fp8_e4m3", requests=128),
         widen_verify=_decode("bf16", "fp8_e4m3", requests=1, queries=4),
         fp8_verify_group8=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4, group=8),
+        bf16_some=_decode("bf16", "bf16", requests=16),
+        fp8_some=_decode("fp8_e4m3", "fp8_e4m3", requests=16),
+        bf16_verify8=_decode("bf16", "bf16", requests=16, queries=8),
+        fp16_sink=replace(_decode("fp16", "fp16", requests=1), **_DEVICE_SCALES, lse=True, sink="fp32", aligned=False),
         fp16_many_sink=replace(_decode("fp16", "fp16", requests=128), lse=True, sink="bf16", aligned=False),
         e5m2_many_ids64=replace(_decode("bf16", "fp8_e5m2", requests=128), **_DEVICE_SCALES, max_topk=64),
-    ),
-    **_named(
-        merge_splits_sm90.KERNEL,
-        bf16=_merge("bf16", "bf16", requests=1),
-        bf16_some=_merge("bf16", "bf16", requests=16),
-        fp8=_merge("fp8_e4m3", "fp8_e4m3", requests=1),
-        fp8_some=_merge("fp8_e4m3", "fp8_e4m3", requests=16),
-        fp16_sink=replace(_merge("fp16", "fp16", requests=1), lse=True, sink="fp32", q_scale=True, v_scale=True, aligned=False),
     ),
     **_named(
         index_score_sm90.KERNEL,

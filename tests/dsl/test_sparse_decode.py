@@ -109,11 +109,19 @@ def test_orders_agree(case: AttentionCase, splits: int) -> None:
         (2, "random", replace(VERIFY, mode="fp8", num_q_heads=8, scaled=True, sink=torch.bfloat16)),
         (3, "lazy", replace(VERIFY, num_q_heads=10, num_kv_heads=2, topk=3)),  # 3 of 8 rows of a token stay empty
         (3, "random", replace(DECODE, mode="widen_fp16")),
+        (2, "lazy", replace(DECODE, mode="widen_e5m2", scaled=True)),
     ],
     indirect=["splits"],
 )
 def test_within_the_bound(case: AttentionCase, splits: int, order: str) -> None:
     check(attention_inputs(case, "cpu"), orders=[order])
+
+
+@pytest.mark.parametrize("mode", ["bf16", "widen_e4m3"])
+def test_a_tile_of_eight_tokens(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large batches take it."""
+    monkeypatch.setitem(settings_override, "tile_rows", 128)
+    check(attention_inputs(replace(VERIFY, mode=mode), "cpu"), orders=["lazy", "random"])
 
 
 @pytest.mark.parametrize(("group", "topk"), [(1, 16), (4, 33), (16, 16), (32, 2)])
@@ -214,7 +222,7 @@ def test_schedules_fit_the_machine(group: int, kv_dtype: str) -> None:
             rows = s.tokens * s.token_rows
             assert s.token_rows >= group and rows % 16 == 0 and rows <= 128 and s.tiles * s.tokens >= requests * q_len
             warps = rows // 16 * s.key_warps
-            assert warps in (4, 8) and s.step_keys // s.key_warps % 16 == 0 and s.stages >= 3
+            assert warps in (4, 8) and rows % warps == 0 and s.step_keys // s.key_warps % 16 == 0 and s.stages >= 3
             assert 1 <= s.splits <= MAX_SPLITS
             assert s.splits == 1 or s.splits * requests * q_len * 4 * group * 129 * 4 <= 1 << 24
 
@@ -237,6 +245,7 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(settings_override, "splits", 1)
+    monkeypatch.setitem(settings_override, "tile_rows", 128)
     order, which = BROKEN[fault]
     waits = []
 

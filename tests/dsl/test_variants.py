@@ -55,7 +55,6 @@ EXPECTED: dict[str, Expected] = {
     "sparse_decode_sm90": Expected(
         1, "mma.sync", why="16 rows are all there is, and the bytes of K and V bound it; both products are one instruction"
     ),
-    "merge_splits_sm90": Expected(0, tma=False, why="a weighted sum of partial rows, four numbers a lane"),
     "index_score_sm90": Expected(1),
     "select_blocks_sm90": Expected(0, tma=False, why="a selection multiplies nothing, and reads rows of any stride"),
 }

@@ -17,7 +17,7 @@ from m3attn.cli.main import main
 from m3attn.dsl_kernels import variants
 from m3attn.dsl_kernels.variants import names_for
 
-SLOW, SMALL = "sparse_prefill-bf16", ["merge_splits-bf16", "select_blocks-short_width32"]
+SLOW, SMALL = "sparse_prefill-bf16", ["block_lists-all", "select_blocks-short_width32"]
 
 
 def warmup(*arguments: str, folder: Path) -> list[str]:
