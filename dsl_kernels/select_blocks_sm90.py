@@ -31,6 +31,9 @@ NAN = float("nan")
 STEP = 16
 """Scores that a lane looks at in one step of the second walk: four groups of four neighbours, a byte of bits for each."""
 
+WIDE_STEP = 32
+"""The same where a lane's chosen need no order: as many loads under way, as many bits as a word has."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -70,6 +73,11 @@ def put_in_order(values: list[Float32], pairs: Iterator[tuple[int, int]]) -> lis
     for i, j in pairs:
         values[i], values[j] = cute.arch.fmax(values[i], values[j]), cute.arch.fmin(values[i], values[j])
     return values
+
+
+def bit(i: int) -> int:
+    """Bit i of an Int32."""
+    return 1 << i if i < 31 else -(1 << 31)
 
 
 def assign(tensor: cute.Tensor, values: list[Float32]) -> None:
@@ -198,18 +206,18 @@ class SelectBlocksSm90:
         lanes. Too many candidates, ties too many, NaN among what is wanted: nothing is written.
         """
         best = Float32(NEGATIVE_INFINITY)
-        for start in cutlass.range(0, longest, STEP * 32, unroll=1):
-            scores = self.load(gScores, start, STEP // 4, lane, first, last, NEGATIVE_INFINITY)
-            for i in cutlass.range_constexpr(STEP):
+        for start in cutlass.range(0, longest, WIDE_STEP * 32, unroll=1):
+            scores = self.load(gScores, start, WIDE_STEP // 4, lane, first, last, NAN)  # which a maximum ignores
+            for i in cutlass.range_constexpr(WIDE_STEP):
                 best = cute.arch.fmax(best, scores[i])
         bound = cute.arch.shuffle_sync(sort_lanes(best, lane), wanted - 1)
 
         count = Int32(0)
-        for start in cutlass.range(0, longest, STEP * 32, unroll=1):
-            scores = self.load(gScores, start, STEP // 4, lane, first, last, NAN)
+        for start in cutlass.range(0, longest, WIDE_STEP * 32, unroll=1):
+            scores = self.load(gScores, start, WIDE_STEP // 4, lane, first, last, NAN)
             reach = Int32(0)
-            for i in cutlass.range_constexpr(STEP):
-                reach = reach | (1 << i) if scores[i] >= bound else reach
+            for i in cutlass.range_constexpr(WIDE_STEP):
+                reach = reach | bit(i) if scores[i] >= bound else reach
             own = Int32(cute.arch.popc(reach))
             up_to = index_rows.prefix_sum(own, lane)
             place = count + up_to - own
