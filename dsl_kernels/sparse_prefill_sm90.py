@@ -90,6 +90,7 @@ class Variant:
     late_values: bool = False
     early_free: bool = False
     skips: bool = True
+    early_keys: bool = False
     ping_pong: bool = False
 
 
@@ -301,7 +302,7 @@ class SparsePrefillSm90:
         sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
         sRows = smem.allocate_tensor(cutlass.Uint8, cute.make_layout((HALF_ROWS * self.row_bytes, 2)), 1024)  # [bytes, halves]
         sEntry = smem.allocate_tensor(Int32, cute.make_layout((8, self.stages)), 16)
-        sSums = smem.allocate_tensor(Float32, cute.make_layout(2 * WARPGROUP), 16)
+        sSums = smem.allocate_tensor(Float32, cute.make_layout((2 * WARPGROUP, 2)), 16)
         barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(4 * self.stages + 1), 8).iterator
         keys = Ring(barriers, barriers + self.stages, self.stages)
         values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
@@ -698,6 +699,7 @@ class SparsePrefillSm90:
         if const_expr(self.variant.ping_pong):
             if half == 1:
                 self.end_turn(half)
+        sSums[half * WARPGROUP + thread, 1] = scale_log2
         rChunks = self.query_chunks()
         count = Int32(0)
         keys.wait_full(count)
@@ -731,14 +733,10 @@ class SparsePrefillSm90:
                     values.release(count)
                     self.await_turn(half)
                     self.end_turn(half)
-                    has_block = end == MORE
-                    has_tiles = end != ALL_ENDS
+                    has_block, has_tiles = end == MORE, end != ALL_ENDS
                     count += 1
-                    if has_block:
-                        keys.wait_full(count)
-                        block, bits, end = self.read_entry(sEntry, keys.stage(count))
+                    block, bits, end = self.next_entry(sEntry, keys, count, block, bits, end)
                 is_ours = has_block and (bits & half_tokens) != 0
-                takes_block = Boolean(False)
                 if is_ours and pending >= 0 and block < whole_blocks:
                     values.wait_full(pending)
                     self.await_turn(half)
@@ -747,18 +745,26 @@ class SparsePrefillSm90:
                     self.end_turn(half)
                     warpgroup.wait_group(1)
                     keys.release(count)
+                    block_scale = scale_log2
+                    if const_expr(self.variant.early_keys):
+                        # From shared memory, which keeps ptxas from freeing the keys after the softmax.
+                        own_scale = sSums[half * WARPGROUP + thread, None].iterator + 2 * WARPGROUP
+                        block_scale = cute.arch.load(own_scale.llvm_ptr, Float32, sem="relaxed", scope="cta", ss="cta")
                     if const_expr(self.variant.early_free):
                         free_values = partial(self.free_values, values, pending, sSums, half * WARPGROUP + thread, row_sum)
-                        rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, False, free_values)
+                        rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, block_scale, False, free_values)
                     else:
-                        rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=False)
+                        rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, block_scale, masked=False)
                         if const_expr(self.variant.anchored):
                             # Nobody reads it: a store that needs all weights keeps ptxas from moving the wait for the product before the softmax.
-                            sSums[half * WARPGROUP + thread] = row_sum[0] + row_sum[1]
+                            sSums[half * WARPGROUP + thread, 0] = row_sum[0] + row_sum[1]
                         warpgroup.wait_group(0)
                         values.release(pending)
+                    pending = count
+                    has_block, has_tiles = end == MORE, end != ALL_ENDS
+                    count += 1
+                    block, bits, end = self.next_entry(sEntry, keys, count, block, bits, end)
                     self.take_weights(rS, rP, rO, rescale)
-                    takes_block = Boolean(True)
                 elif pending >= 0:
                     values.wait_full(pending)
                     self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
@@ -772,16 +778,11 @@ class SparsePrefillSm90:
                     warpgroup.wait_group(0)
                     keys.release(count)
                     rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=True)
-                    self.take_weights(rS, rP, rO, rescale)
-                    takes_block = Boolean(True)
-                if takes_block:
                     pending = count
-                    has_block = end == MORE
-                    has_tiles = end != ALL_ENDS
+                    has_block, has_tiles = end == MORE, end != ALL_ENDS
                     count += 1
-                    if has_block:
-                        keys.wait_full(count)
-                        block, bits, end = self.read_entry(sEntry, keys.stage(count))
+                    block, bits, end = self.next_entry(sEntry, keys, count, block, bits, end)
+                    self.take_weights(rS, rP, rO, rescale)
 
             done_head, done_row, done_end = kv_head, first_row, end_row
             if has_tiles:
@@ -814,6 +815,14 @@ class SparsePrefillSm90:
         """Of the two rows of a half that a thread holds of accumulators; the other is 8 further on."""
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         return thread // 32 * 16 + thread % 32 // 4
+
+    @cute.jit
+    def next_entry(self, sEntry: cute.Tensor, keys: Ring, count: Int32, block: Int32, bits: Int32, end: Int32):
+        """`read_entry` of the block after one that `end` belongs to; as it was after the tile's last."""
+        if end == MORE:
+            keys.wait_full(count)
+            block, bits, end = self.read_entry(sEntry, keys.stage(count))
+        return block, bits, end
 
     @cute.jit
     def read_entry(self, sEntry: cute.Tensor, stage: Int32):
@@ -948,7 +957,7 @@ class SparsePrefillSm90:
 
     @cute.jit
     def free_values(self, values: Ring, pending: Int32, sSums: cute.Tensor, place: Int32, row_sum: cute.Tensor):
-        sSums[place] = row_sum[0]
+        sSums[place, 0] = row_sum[0]
         warpgroup.wait_group(0)
         values.release(pending)
 
