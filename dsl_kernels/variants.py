@@ -127,6 +127,7 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         fp8_many=_decode("fp8_e4m3", "fp8_e4m3", requests=128),
         fp8_verify=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4),
         widen=_decode("bf16", "fp8_e4m3", requests=1),
+        widen_some=_decode("bf16", "fp8_e4m3", requests=16),
         widen_many=_decode("bf16", "fp8_e4m3", requests=128),
         widen_verify=_decode("bf16", "fp8_e4m3", requests=1, queries=4),
         fp8_verify_group8=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4, group=8),

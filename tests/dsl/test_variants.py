@@ -1,4 +1,4 @@
-"""What the compiler makes of every named variant of the CuTe DSL kernels for sm_90a: matrix instructions, TMA, registers, local and shared memory.
+"""What the compiler makes of every named variant of the CuTe DSL kernels: matrix instructions, TMA, registers, local and shared memory.
 
 A third of the variants in every run, the others in `make check-kernels`.
 """
@@ -32,7 +32,6 @@ from m3attn.dsl_kernels.variants import VARIANTS
 from m3attn.testing.cases import MODES
 from m3attn.triton_kernels import widen_pages
 
-ARCH = "sm_90"
 SHARED_MEMORY = 227 * 1024
 REGISTERS = 65_536
 MAX_VARIANTS = 40
@@ -40,7 +39,7 @@ MAX_VARIANTS = 40
 
 @dataclass(frozen=True)
 class Expected:
-    """Of a kernel: its matrix products by the instruction they use, and whether its operands come by TMA; `why` where it is not wgmma and TMA."""
+    """Of a kernel: its matrix products by the instruction they use, and whether its operands come by TMA; `why` where it is neither."""
 
     products: int
     instruction: str = "wgmma"
@@ -56,16 +55,20 @@ EXPECTED: dict[str, Expected] = {
         1, "mma.sync", why="16 rows are all there is, and the bytes of K and V bound it; both products are one instruction"
     ),
     "index_score_sm90": Expected(1),
+    "index_score_sm100": Expected(1, "tcgen05.mma"),
+    "sparse_prefill_sm100": Expected(2, "tcgen05.mma"),
     "select_blocks_sm90": Expected(0, tma=False, why="a selection multiplies nothing, and reads rows of any stride"),
 }
 
 
 def products(ptx: str) -> dict[str, int]:
     """Instruction -> how many kinds of product use it, told apart by shape, types, where operand A lies and how operands are transposed."""
-    kinds: dict[str, set[tuple[str, ...]]] = {"wgmma": set(), "mma.sync": set()}
+    kinds: dict[str, set[tuple[str, ...]]] = {"wgmma": set(), "tcgen05.mma": set(), "mma.sync": set()}
     for name, operands in re.findall(r"\bwgmma\.mma_async\.(\S+)\s+\{[^}]*\},\s*([^;]+);", ptx):
         immediates = re.sub(r"^.*\bp\s*,", "", operands)
         kinds["wgmma"].add((name, "registers" if operands.startswith("{") else "shared", re.sub(r"\s", "", immediates)))
+    for name, a in re.findall(r"\btcgen05\.mma\.(\S+)\s+\[[^\]]*\],\s*(.)", ptx):
+        kinds["tcgen05.mma"].add((name, "tensor memory" if a == "[" else "shared"))
     for name in re.findall(r"\bmma\.sync\.(\S+)", ptx):
         kinds["mma.sync"].add((name,))
     return {instruction: len(found) for instruction, found in kinds.items() if found}
@@ -121,29 +124,34 @@ def parameters() -> list:
     """Every third variant of each kernel, its first among them, in every run; the others are slow."""
     counts: dict[str, int] = {}
     listed = []
-    for name, (kernel, _) in VARIANTS[ARCH].items():
-        number = counts[kernel.name] = counts.get(kernel.name, -1) + 1
-        listed.append(pytest.param(name, marks=[pytest.mark.slow] if number % 3 else []))
+    for arch, variants in VARIANTS.items():
+        for name, (kernel, _) in variants.items():
+            number = counts[kernel.name] = counts.get(kernel.name, -1) + 1
+            listed.append(pytest.param(arch, name, marks=[pytest.mark.slow] if number % 3 else []))
     return listed
 
 
-@pytest.mark.parametrize("name", parameters())
-def test_what_is_compiled(name: str) -> None:
-    kernel, variant = VARIANTS[ARCH][name]
-    assert faults(kernel.name, artifacts(kernel, variant, ARCH)) == []
+@pytest.mark.parametrize(("arch", "name"), parameters())
+def test_what_is_compiled(arch: str, name: str) -> None:
+    kernel, variant = VARIANTS[arch][name]
+    assert faults(kernel.name, artifacts(kernel, variant, arch)) == []
 
 
-def test_the_list_is_short_and_names_every_kernel() -> None:
-    kernels = {kernel.name for kernel, _ in VARIANTS[ARCH].values()}
-    assert len(VARIANTS[ARCH]) <= MAX_VARIANTS
-    assert kernels == set(EXPECTED)
-    assert len({(kernel.name, variant) for kernel, variant in VARIANTS[ARCH].values()}) == len(VARIANTS[ARCH])
-    assert all(expected.why for expected in EXPECTED.values() if expected.instruction != "wgmma" or not expected.products or not expected.tma)
+@pytest.mark.parametrize("arch", VARIANTS)
+def test_the_list_is_short(arch: str) -> None:
+    variants = VARIANTS[arch].values()
+    assert len(variants) <= MAX_VARIANTS
+    assert len({(kernel.name, variant) for kernel, variant in variants}) == len(variants)
+
+
+def test_exceptions_have_their_reasons() -> None:
+    usual = ("wgmma", "tcgen05.mma")
+    assert all(expected.why for expected in EXPECTED.values() if expected.instruction not in usual or not expected.products or not expected.tma)
 
 
 def test_the_checks_see_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXPECTED, scale_kernel.KERNEL.name, Expected(2))
-    found = artifacts(scale_kernel.KERNEL, scale_kernel.Variant(64), ARCH)
+    found = artifacts(scale_kernel.KERNEL, scale_kernel.Variant(64), "sm_90")
     (usage,) = Usage.of(found).values()
     assert (usage.local, usage.threads, shared_bytes(found.ir)) == (0, 64, 64 * 4) and 0 < usage.registers < 32
     assert faults("scale", found) == ["products: expected {'wgmma': 2}, found {}", "TMA: expected True, found False"]
@@ -152,9 +160,10 @@ def test_the_checks_see_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
     assert [text.split(" ", 1)[1] for text in faults("scale", found)[2:]] == ["bytes of shared memory", "registers of 64 threads"]
 
 
-@pytest.mark.parametrize(
-    "kernel", sorted({kernel for kernel, _ in VARIANTS[ARCH].values()}, key=lambda kernel: kernel.name), ids=lambda kernel: kernel.name
-)
+KERNELS = {kernel.name: kernel for variants in VARIANTS.values() for kernel, _ in variants.values()}
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_sources_are_all_that_the_kernel_is_written_in(kernel: CuteKernel) -> None:
     """Its file and, of the modules of dsl_kernels that it imports, those in the DSL without a kernel of their own."""
 
@@ -194,4 +203,4 @@ def test_what_m3_calls_is_named(mode: str, requests: int, queries: int) -> None:
         m3attn.sparse_attention(torch.zeros(tokens, 64, 128, dtype=q_dtype), cache, ids, batch, impl="cute_sm90")
         m3attn.index_topk(torch.zeros(tokens, 4, 128, dtype=q_dtype), cache, batch, impl="cute_sm90")
     assert len(asked) >= 3
-    assert [(kernel.name, variant) for kernel, variant in asked if (kernel, variant) not in VARIANTS[ARCH].values()] == []
+    assert [(kernel.name, variant) for kernel, variant in asked if (kernel, variant) not in VARIANTS["sm_90"].values()] == []
