@@ -7,6 +7,7 @@ wider type, as many KV groups at a time as the workspace takes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,32 +103,40 @@ def sparse_attention(call: SparseAttentionCall) -> None:
 
 
 def _prefill(call: SparseAttentionCall) -> None:
-    batch, (tokens, num_q_heads, head_dim), num_kv_heads = call.batch, call.q.shape, call.k.shape[1]
-    assert call.workspace is not None
-    plan = PrefillPlan.of(
-        WorkShape(
-            tokens=tokens,
-            num_requests=batch.num_requests,
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            num_index_heads=0,
-            head_dim=head_dim,
-            topk=call.ids.shape[2],
-            max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_k,
-            block_size=batch.block_size,
-            limit=workspace_limit(),
-            kv_dtype=dtype_name(call.k.dtype),
-        ),
-        has_sink=call.sink_key is not None,
+    plan = PrefillPlan.of(work_shape(call), has_sink=call.sink_key is not None)
+    attend_in_groups(call, plan, lambda k, v, batch, kv_heads: _attend(call, k, v, batch, kv_heads, plan))
+
+
+def work_shape(call: SparseAttentionCall) -> WorkShape:
+    """What `workspace_bytes` was asked for."""
+    batch, (tokens, num_q_heads, head_dim) = call.batch, call.q.shape
+    return WorkShape(
+        tokens=tokens,
+        num_requests=batch.num_requests,
+        num_q_heads=num_q_heads,
+        num_kv_heads=call.k.shape[1],
+        num_index_heads=0,
+        head_dim=head_dim,
+        topk=call.ids.shape[2],
+        max_seqlen_q=batch.max_seqlen_q,
+        max_seqlen_k=batch.max_seqlen_k,
+        block_size=batch.block_size,
+        limit=workspace_limit(),
+        kv_dtype=dtype_name(call.k.dtype),
     )
+
+
+def attend_in_groups(call: SparseAttentionCall, plan: PrefillPlan, attend: Callable[[torch.Tensor, torch.Tensor, PagedBatch, slice], None]) -> None:
+    """`attend(k, v, batch, kv_heads)` to the call's pages in place, or to copies of an fp8 cache behind the rest of the plan's scratch."""
+    batch, num_kv_heads, head_dim = call.batch, call.k.shape[1], call.q.shape[2]
     if not is_fp8(call.k.dtype):
         check_pool("cache.k", call.k)
         check_pool("cache.v", call.v)
-        _attend(call, call.k, call.v, batch, slice(0, num_kv_heads), plan)
+        attend(call.k, call.v, batch, slice(0, num_kv_heads))
         return
     from m3attn.triton_kernels.widen_pages import widen_pages
 
+    assert call.workspace is not None
     for first in range(0, num_kv_heads, plan.groups):
         heads = slice(first, min(first + plan.groups, num_kv_heads))
         copy_shape = (batch.num_requests * batch.num_blocks, heads.stop - first, batch.block_size, head_dim)
@@ -135,7 +144,7 @@ def _prefill(call: SparseAttentionCall) -> None:
         wide_k, offset = carve(call.workspace, offset, copy_shape, call.q.dtype)  # e4m3 queries take e4m3 keys
         wide_v, _ = carve(call.workspace, offset, copy_shape, torch.float16)
         widen_pages(call.k[:, heads], call.v[:, heads], wide_k, wide_v, wide_table, batch)
-        _attend(call, wide_k, wide_v, replace(batch, page_table=wide_table), heads, plan)
+        attend(wide_k, wide_v, replace(batch, page_table=wide_table), heads)
 
 
 def _attend(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, kv_heads: slice, plan: PrefillPlan) -> None:

@@ -52,7 +52,7 @@ PRODUCTS, WEIGHTS, OUTPUTS = 0, BLOCK // 2, 2 * BLOCK
 TENSOR_COLUMNS = 512
 SHARED_BYTES = 208 * 1024
 """Of shared memory, for pages and rows."""
-FEW_REGISTERS, MANY_REGISTERS = (24, 240), (56, 224)
+FEW_REGISTERS, MANY_REGISTERS = (24, 240), (48, 232)
 
 
 @dataclass(frozen=True)
@@ -414,8 +414,6 @@ class SparsePrefillSm100(SparsePrefillSm90):
         tP = cute.make_tensor(tS.iterator + WEIGHTS, cute.composition(tS.layout, cute.make_layout((HALF_ROWS, BLOCK * self.v_dtype.width // 32))))
 
         rChunks = self.query_chunks()
-        row_max = Float32(0.0)
-        row_sum = Float32(0.0)
         count, tiles, blocks = Int32(0), Int32(0), Int32(0)
         keys.wait_full(count)
         kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
@@ -450,10 +448,12 @@ class SparsePrefillSm100(SparsePrefillSm90):
 
             has_tiles = end != ALL_ENDS
             done_head, done_row, done_end = kv_head, first_row, end_row
+            rNext = self.query_chunks()
+            rNext.fill(0.0)
             if has_tiles:
                 keys.wait_full(count)
                 kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
-                self.read_queries(mQ, rChunks, half, kv_head, first_row, end_row)
+                self.read_queries(mQ, rNext, half, kv_head, first_row, end_row)
             logsum = -Float32.inf
             factor = Float32(0.0)
             _, head = self.token_and_head(row, half, done_head)
@@ -470,7 +470,7 @@ class SparsePrefillSm100(SparsePrefillSm90):
             rDone = self.finish_rows(tO, row, row_sum > 0.0, factor, half_pointer)
             # The next tile's queries before this one's output: their fence would wait for stores to memory.
             if has_tiles:
-                self.store_queries(rChunks, half_pointer)
+                self.store_queries(rNext, half_pointer)
                 self.arrive(turns.queries + half)
             self.write_rows(mOut, rDone, half, done_head, done_row, done_end)
             if const_expr(mLse is not None):
@@ -614,9 +614,8 @@ class SparsePrefillSm100(SparsePrefillSm90):
 
 
 def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel, and its arguments as tensors of any lengths and strides that a call may bring."""
-    _, arguments = sparse_prefill_sm90.build(variant)
-    return SparsePrefillSm100(variant), arguments
+    kernel = SparsePrefillSm100(variant)
+    return kernel, sparse_prefill_sm90.fake_arguments(kernel)
 
 
 KERNEL = CuteKernel("sparse_prefill_sm100", build, sources=[__file__, sparse_prefill_sm90.__file__])

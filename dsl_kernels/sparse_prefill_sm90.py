@@ -1076,8 +1076,13 @@ class SparsePrefillSm90:
 
 
 def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel, and its arguments as tensors of any lengths and strides that a call may bring."""
     kernel = SparsePrefillSm90(variant)
+    return kernel, fake_arguments(kernel)
+
+
+def fake_arguments(kernel: SparsePrefillSm90) -> tuple[Any, ...]:
+    """A kernel's arguments as tensors of any lengths and strides that a call may bring."""
+    variant = kernel.variant
     rows, heads, kv_heads, requests, pages = (cute.sym_int() for _ in range(5))
 
     def vectors(dtype: Any, shape: tuple[Any, ...], align: int = 16) -> Any:
@@ -1091,7 +1096,7 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
         return make() if exists else None
 
     dim = variant.head_dim
-    return kernel, (
+    return (
         vectors(kernel.qk_dtype, (rows, heads, dim), 16 if variant.aligned else kernel.qk_dtype.width // 8),
         vectors(kernel.qk_dtype, (pages, kv_heads, BLOCK, dim)),
         vectors(kernel.v_dtype, (pages, kv_heads, BLOCK, dim)),

@@ -114,6 +114,17 @@ def _cute(
     )
 
 
+_CUTE_ATTENTION: dict[str, Any] = dict(
+    modes=("bf16", "fp16", "widen", "fp8", "fp8_pv"),
+    q_dtypes=("bf16", "fp16", "fp8_e4m3"),
+    kv_dtypes=("bf16", "fp16", "fp8_e4m3", "fp8_e5m2"),
+    head_dims=(128,),
+    group_sizes=(1, 32),
+    topk=(1, 64),
+    page_sizes=(128,),
+    block_sizes=(128,),
+)
+_CUTE_DECODE = ("sparse_decode_sm90", "decode_schedule", "merge_splits_sm90", "finish_rows", "warp_mma")
 _CUTE_INDEX: dict[str, Any] = dict(
     extra_reasons=_one_index_dtype,
     index_q_dtypes=("bf16", "fp16", "fp8_e4m3"),
@@ -258,21 +269,22 @@ def add_builtin_implementations() -> None:
             "sparse_prefill_sm90",
             "sparse_prefill_by_block_sm90",
             "block_lists_sm90",
-            "sparse_decode_sm90",
-            "decode_schedule",
-            "merge_splits_sm90",
-            "finish_rows",
-            "warp_mma",
+            *_CUTE_DECODE,
             scratch=True,
             fp8_archs=("sm_90",),
-            modes=("bf16", "fp16", "widen", "fp8", "fp8_pv"),
-            q_dtypes=("bf16", "fp16", "fp8_e4m3"),
-            kv_dtypes=("bf16", "fp16", "fp8_e4m3", "fp8_e5m2"),
-            head_dims=(128,),
-            group_sizes=(1, 32),
-            topk=(1, 64),
-            page_sizes=(128,),
-            block_sizes=(128,),
+            **_CUTE_ATTENTION,
+        ),
+        _cute(
+            "cute_sm100",
+            "sparse_attention",
+            "sparse_attention_sm100",
+            "sparse_attention_sm90",
+            "sparse_prefill_sm100",
+            "sparse_prefill_sm90",
+            *_CUTE_DECODE,
+            scratch=True,
+            fp8_archs=CUTE_ARCHS["cute_sm100"],
+            **_CUTE_ATTENTION,
         ),
         _cute("cute_sm90", "index_score", "index_score_sm90", "index_score_work", "index_rows", **_CUTE_INDEX),
         _cute("cute_sm90", "select_blocks", "select_blocks_sm90", "index_rows", topk=(1, 64), block_sizes=POWERS_16_TO_256),
