@@ -20,6 +20,7 @@ from m3attn.dsl_kernels import (
     sparse_decode_sm90,
     sparse_prefill_by_block_sm90,
     sparse_prefill_sm90,
+    sparse_prefill_sm100,
 )
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.decode_schedule import Schedule, power_of_2, schedule_for
@@ -41,6 +42,21 @@ _PREFILL = sparse_prefill_sm90.Variant(
     negative_scale=False,
     aligned=True,
     defers=True,
+)
+_PREFILL_SM100 = sparse_prefill_sm100.Variant(
+    qk_dtype="bf16",
+    v_dtype="bf16",
+    out_dtype="bf16",
+    head_dim=128,
+    group=16,
+    ids=16,
+    lse=False,
+    sink_dtype=None,
+    q_scale=False,
+    k_scale=False,
+    v_scale=False,
+    negative_scale=False,
+    aligned=True,
 )
 _BY_BLOCK = sparse_prefill_by_block_sm90.Variant(
     qk_dtype="bf16",
@@ -95,8 +111,29 @@ def _decode(q_dtype: str, kv_dtype: str, requests: int, queries: int = 1, group:
 
 
 def _named(kernel: CuteKernel, **variants: Any) -> dict[str, tuple[CuteKernel, Any]]:
-    return {f"{kernel.name.removesuffix('_sm90')}-{name}": (kernel, variant) for name, variant in variants.items()}
+    return {f"{kernel.name.removesuffix('_sm90').removesuffix('_sm100')}-{name}": (kernel, variant) for name, variant in variants.items()}
 
+
+_DECODE = _named(
+    sparse_decode_sm90.KERNEL,
+    bf16=_decode("bf16", "bf16", requests=1),
+    bf16_many=_decode("bf16", "bf16", requests=128),
+    bf16_verify=_decode("bf16", "bf16", requests=1, queries=4),
+    fp8=_decode("fp8_e4m3", "fp8_e4m3", requests=1),
+    fp8_many=_decode("fp8_e4m3", "fp8_e4m3", requests=128),
+    fp8_verify=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4),
+    widen=_decode("bf16", "fp8_e4m3", requests=1),
+    widen_some=_decode("bf16", "fp8_e4m3", requests=16),
+    widen_many=_decode("bf16", "fp8_e4m3", requests=128),
+    widen_verify=_decode("bf16", "fp8_e4m3", requests=1, queries=4),
+    fp8_verify_group8=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4, group=8),
+    bf16_some=_decode("bf16", "bf16", requests=16),
+    fp8_some=_decode("fp8_e4m3", "fp8_e4m3", requests=16),
+    bf16_verify8=_decode("bf16", "bf16", requests=16, queries=8),
+    fp16_sink=replace(_decode("fp16", "fp16", requests=1), **_DEVICE_SCALES, lse=True, sink="fp32", aligned=False),
+    fp16_many_sink=replace(_decode("fp16", "fp16", requests=128), lse=True, sink="bf16", aligned=False),
+    e5m2_many_ids64=replace(_decode("bf16", "fp8_e5m2", requests=128), **_DEVICE_SCALES, max_topk=64),
+)
 
 SM90: dict[str, tuple[CuteKernel, Any]] = {
     **_named(
@@ -118,26 +155,7 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         fp8_group8=replace(_BY_BLOCK, **_FP8, group=8),
     ),
     **_named(block_lists_sm90.KERNEL, all=block_lists_sm90.Variant(sparse_prefill_by_block_sm90.ITEM_PICKS)),
-    **_named(
-        sparse_decode_sm90.KERNEL,
-        bf16=_decode("bf16", "bf16", requests=1),
-        bf16_many=_decode("bf16", "bf16", requests=128),
-        bf16_verify=_decode("bf16", "bf16", requests=1, queries=4),
-        fp8=_decode("fp8_e4m3", "fp8_e4m3", requests=1),
-        fp8_many=_decode("fp8_e4m3", "fp8_e4m3", requests=128),
-        fp8_verify=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4),
-        widen=_decode("bf16", "fp8_e4m3", requests=1),
-        widen_some=_decode("bf16", "fp8_e4m3", requests=16),
-        widen_many=_decode("bf16", "fp8_e4m3", requests=128),
-        widen_verify=_decode("bf16", "fp8_e4m3", requests=1, queries=4),
-        fp8_verify_group8=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4, group=8),
-        bf16_some=_decode("bf16", "bf16", requests=16),
-        fp8_some=_decode("fp8_e4m3", "fp8_e4m3", requests=16),
-        bf16_verify8=_decode("bf16", "bf16", requests=16, queries=8),
-        fp16_sink=replace(_decode("fp16", "fp16", requests=1), **_DEVICE_SCALES, lse=True, sink="fp32", aligned=False),
-        fp16_many_sink=replace(_decode("fp16", "fp16", requests=128), lse=True, sink="bf16", aligned=False),
-        e5m2_many_ids64=replace(_decode("bf16", "fp8_e5m2", requests=128), **_DEVICE_SCALES, max_topk=64),
-    ),
+    **_DECODE,
     **_named(
         index_score_sm90.KERNEL,
         bf16=_SCORE,
@@ -157,7 +175,22 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
 }
 """For Hopper; a name says what differs from M3's case of its kernel: 16 heads a group, 16 blocks, 4 index heads, host scales, no LSE."""
 
-VARIANTS = {"sm_90": SM90}
+SM100: dict[str, tuple[CuteKernel, Any]] = {
+    **_named(
+        sparse_prefill_sm100.KERNEL,
+        bf16=_PREFILL_SM100,
+        fp8=replace(_PREFILL_SM100, **_FP8),
+        widen=replace(_PREFILL_SM100, **_WIDEN),
+        fp16_group1_ids64=replace(_PREFILL_SM100, **_FP16, group=1, ids=64, sink_dtype="bf16"),
+        fp8_group8=replace(_PREFILL_SM100, **_FP8, group=8),
+        fp8_group4_scales_sink=replace(_PREFILL_SM100, **_FP8, **_DEVICE_SCALES, group=4, lse=True, sink_dtype="fp16"),
+        group32_ids32_sink=replace(_PREFILL_SM100, group=32, ids=32, aligned=False, negative_scale=True, sink_dtype="fp32"),
+    ),
+    **_DECODE,
+}
+"""For Blackwell, named likewise."""
+
+VARIANTS = {"sm_90": SM90, "sm_100": SM100}
 
 
 @dataclass(frozen=True)

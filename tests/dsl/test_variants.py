@@ -34,6 +34,7 @@ from m3attn.triton_kernels import widen_pages
 
 SHARED_MEMORY = 227 * 1024
 REGISTERS = 65_536
+TENSOR_COLUMNS = 512
 MAX_VARIANTS = 40
 
 
@@ -107,6 +108,13 @@ def shared_bytes(ir: str) -> int:
     return total
 
 
+def tensor_memory(ptx: str) -> tuple[int, int]:
+    """(columns of tensor memory that are allocated, columns that are freed)."""
+    numbers = dict(re.findall(r"\bmov\.b32\s+(%r\d+), (\d+);", ptx))
+    taken, freed = (re.findall(rf"\btcgen05\.{name}\.\S+\s+[^,]+,\s*(%?\w+);", ptx) for name in ("alloc", "dealloc"))
+    return sum(int(numbers.get(n, n)) for n in taken), sum(int(numbers.get(n, n)) for n in freed)
+
+
 def faults(kernel: str, found: Artifacts) -> list[str]:
     expected, shared = EXPECTED[kernel], shared_bytes(found.ir)
     wanted = {expected.instruction: expected.products} if expected.products else {}
@@ -114,6 +122,8 @@ def faults(kernel: str, found: Artifacts) -> list[str]:
     seen = [f"products: expected {wanted}, found {got}"] if (got := products(found.ptx)) != wanted else []
     seen += [f"TMA: expected {expected.tma}, found {tma}"] if tma != expected.tma else []
     seen += [f"{shared} bytes of shared memory"] if shared > SHARED_MEMORY else []
+    taken, freed = tensor_memory(found.ptx)
+    seen += [f"{taken} columns of tensor memory, {freed} freed"] if taken > TENSOR_COLUMNS or taken != freed else []
     for usage in Usage.of(found).values():
         seen += [f"{usage.local} bytes of local memory a thread"] if usage.local else []
         seen += [f"{usage.registers} registers of {usage.threads} threads"] if -(-usage.registers // 8) * 8 * usage.threads > REGISTERS else []
@@ -147,6 +157,12 @@ def test_the_list_is_short(arch: str) -> None:
 def test_exceptions_have_their_reasons() -> None:
     usual = ("wgmma", "tcgen05.mma")
     assert all(expected.why for expected in EXPECTED.values() if expected.instruction not in usual or not expected.products or not expected.tma)
+
+
+def test_tensor_memory_is_counted() -> None:
+    ptx = "mov.b32 %r7, 512;\ntcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], %r7;\n"
+    assert tensor_memory(ptx) == (512, 0)
+    assert tensor_memory(ptx + "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r9, 256;") == (512, 256)
 
 
 def test_the_checks_see_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
