@@ -1,7 +1,7 @@
 """The variants of the CuTe DSL kernels by name: `m3attn warmup` compiles them beforehand, and the tests look at what comes out.
 
 They cover every value of every option of every kernel, and MiniMax-M3's own combinations. What is called with another combination is compiled at its
-first use. At most 40 an architecture, so that all of them compile in minutes.
+first use. At most 48 an architecture, so that all of them compile in minutes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from m3attn.dsl_kernels import (
     index_score_sm90,
     select_blocks_sm90,
     sparse_decode_sm90,
+    sparse_mla_sm90,
     sparse_prefill_by_block_sm90,
     sparse_prefill_sm90,
     sparse_prefill_sm100,
@@ -77,6 +78,7 @@ _FP16: dict[str, Any] = dict(qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16")
 _DEVICE_SCALES: dict[str, Any] = dict(q_scale=True, k_scale=True, v_scale=True)
 _SCORE = index_score_sm90.Variant("bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
 _SELECT = select_blocks_sm90.Variant(width=16, lanes=8, vector=True)
+_MLA = sparse_mla_sm90.Variant("bf16", head_dim=576, length=False, sink=False, q_scale=False, kv_scale=False)
 
 
 def _schedule(kv_dtype: str, requests: int, queries: int = 1, group: int = 16) -> Schedule:
@@ -171,6 +173,13 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         decode=replace(_SELECT, lanes=32),
         short_width32=replace(_SELECT, width=32, lanes=4),
         width64=replace(_SELECT, width=64, lanes=32, vector=False),
+    ),
+    **_named(
+        sparse_mla_sm90.KERNEL,
+        bf16=_MLA,
+        fp16_dim512_length=replace(_MLA, dtype="fp16", head_dim=512, length=True),
+        fp8=replace(_MLA, dtype="fp8_e4m3"),
+        fp8_dim512_scales_sink=replace(_MLA, dtype="fp8_e4m3", head_dim=512, sink=True, q_scale=True, kv_scale=True),
     ),
 }
 """For Hopper; a name says what differs from M3's case of its kernel: 16 heads a group, 16 blocks, 4 index heads, host scales, no LSE."""

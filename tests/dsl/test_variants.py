@@ -35,7 +35,7 @@ from m3attn.triton_kernels import widen_pages
 SHARED_MEMORY = 227 * 1024
 REGISTERS = 65_536
 TENSOR_COLUMNS = 512
-MAX_VARIANTS = 40
+MAX_VARIANTS = 48
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ EXPECTED: dict[str, Expected] = {
     "sparse_decode_sm90": Expected(
         1, "mma.sync", why="16 rows are all there is, and the bytes of K and V bound it; both products are one instruction"
     ),
+    "sparse_mla_sm90": Expected(2, tma=False, why="Hopper's TMA gathers no rows; asynchronous copies of 16 bytes do"),
     "index_score_sm90": Expected(1),
     "index_score_sm100": Expected(1, "tcgen05.mma"),
     "sparse_prefill_sm100": Expected(2, "tcgen05.mma"),

@@ -1,0 +1,204 @@
+"""The Hopper kernel of sparse MLA: the matrix's small cases, and where its machinery shows: rings, turns, transposed values, last tiles, odd strides.
+
+In the interpreter, in eager, lazy and random order, which must agree bit for bit.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from needed import need
+
+need("nvidia-cutlass-dsl", "apache-tvm-ffi")
+
+import ptxsim
+from simulator import ORDERS, simulated
+
+import m3attn
+from m3attn.choice import UnsupportedProblem
+from m3attn.dsl_kernels import sparse_mla_sm90
+from m3attn.dtypes import E4M3
+from m3attn.reference.numerics import indexable
+from m3attn.testing.bounds import product_error
+from m3attn.testing.matrix import skip_if_declined
+from m3attn.testing.mla import (
+    COSINE_DISTANCE,
+    MODES,
+    OTHER_COSINE_DISTANCE,
+    SparseMlaCase,
+    SparseMlaInputs,
+    check_sparse_mla,
+    sparse_mla_inputs,
+    xs_sparse_mla,
+)
+from m3attn.testing.poison import poisoned_empty
+
+KEY, ARCH = "cute_sm90", "sm_90"
+BASE = SparseMlaCase(2, 64, 128, 256)
+BOTH = pytest.mark.parametrize("mode", ["bf16", "fp8_pv"])
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of three thread blocks takes one query after another."""
+    monkeypatch.setattr(sparse_mla_sm90, "num_sms", lambda device: 3)
+
+
+def run(inputs: SparseMlaInputs, order: str = "eager", edit: Callable[[str], str] | None = None, **changes: Any) -> Results:
+    with simulated(order, seed=3, edit=edit), poisoned_empty():
+        return m3attn.sparse_mla_prefill(inputs.q, inputs.kv, inputs.indices, impl=KEY, **(inputs.options | changes))
+
+
+def check(inputs: SparseMlaInputs, mode: str = "bf16", **changes: Any) -> Results:
+    """Every order within the bound, and the same bits in all."""
+    results = [run(inputs, order, **changes) for order in ORDERS]
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+    q_dtype, kv_dtype, _ = MODES[mode]
+    check_sparse_mla(
+        inputs.q,
+        inputs.kv,
+        inputs.indices,
+        results[0],
+        error_of_products=product_error(KEY, ARCH, q_dtype, kv_dtype),
+        cosine_distance=COSINE_DISTANCE.get(mode, OTHER_COSINE_DISTANCE),
+        **(inputs.options | changes),
+    )
+    return results[0]
+
+
+def marked(listed: list[SparseMlaCase]) -> list:
+    """A quarter of the cases in every run; the others are slow."""
+    return [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if number % 4 else []) for number, case in enumerate(listed)]
+
+
+@pytest.mark.parametrize("case", marked(xs_sparse_mla()))
+def test_matrix(case: SparseMlaCase) -> None:
+    skip_if_declined("sparse_mla_prefill", KEY, case.problem(ARCH))
+    check(sparse_mla_inputs(case, "cpu"), case.mode)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(BASE, queries=5, heads=72, topk=330, tokens=600, sink=True, length=True),  # up to six tiles, a second head tile of 8
+        replace(BASE, queries=3, heads=3, topk=260, tokens=500, mode="fp8_pv", scaled=True, length=True),
+        replace(BASE, queries=4, heads=16, topk=70, dim=512, mode="fp16", sink=True),
+    ],
+    ids=lambda case: case.id,
+)
+def test_within_the_bound(case: SparseMlaCase) -> None:
+    check(sparse_mla_inputs(case, "cpu"), case.mode)
+
+
+@BOTH
+def test_queries_of_no_or_one_tile_between_longer_ones(mode: str) -> None:
+    """One warpgroup is done with such a query before the other has begun it."""
+    inputs = sparse_mla_inputs(replace(BASE, queries=13, heads=2, topk=140, mode=mode, length=True), "cpu")
+    inputs.options["topk_length"].copy_(torch.tensor([1, 0, 0, 64, 3, 0, 65, 140, 0, 130, 1, 2, 128]))
+    _, max_logits, lse = check(inputs, mode)
+    empty = inputs.options["topk_length"] == 0
+    assert (lse[empty] == float("inf")).all() and (max_logits[empty] == float("-inf")).all()
+
+
+@BOTH
+def test_tiles_without_a_valid_token(mode: str) -> None:
+    """Before, between and after tiles that have some, for either warpgroup."""
+    inputs = sparse_mla_inputs(replace(BASE, queries=3, heads=2, topk=320, tokens=400, mode=mode), "cpu")
+    for query, empty in enumerate(((0, 1), (2, 3), (4,))):
+        for tile in empty:
+            inputs.indices[query, 0, tile * 64 : (tile + 1) * 64] = -1
+    check(inputs, mode)
+
+
+@BOTH
+@pytest.mark.parametrize("sm_scale", [-0.04, 0.0])
+def test_scales_of_either_sign_and_zero(mode: str, sm_scale: float) -> None:
+    check(sparse_mla_inputs(replace(BASE, heads=2, mode=mode), "cpu"), mode, sm_scale=sm_scale)
+
+
+def test_a_token_named_many_times_and_maxima_that_grow() -> None:
+    """Each tile's logits are larger than all before it, so that every output so far is rescaled, by whichever warpgroup."""
+    inputs = sparse_mla_inputs(replace(BASE, queries=1, heads=2, topk=256, tokens=4), "cpu")
+    inputs.kv.copy_((torch.arange(4)[:, None, None] + 1) * inputs.q[0, 0].sign() * 0.5 + torch.arange(576) % 7 * 0.01)
+    inputs.indices.copy_((torch.arange(256) // 64)[None, None])
+    check(inputs)
+
+
+@BOTH
+def test_strides(mode: str) -> None:
+    """Rows of q, kv and indices apart from each other, with NaN and ids of tokens between them."""
+    inputs = sparse_mla_inputs(replace(BASE, queries=3, heads=5, mode=mode), "cpu")
+    nan = torch.full((), float("nan")).to(inputs.q.dtype)
+    q = indexable(nan).expand(3, 7, 640).clone().view(inputs.q.dtype)[:, 1:6, 32:608]
+    kv = indexable(nan).expand(256, 3, 608).clone().view(inputs.q.dtype)[:, 1:2, 16:592]
+    indices = torch.zeros(3, 128, 2, dtype=torch.int32).transpose(1, 2)[:, 1:]
+    for view, values in ((q, inputs.q), (kv, inputs.kv)):
+        indexable(view).copy_(indexable(values))
+    indices.copy_(inputs.indices)
+    strided = replace(inputs, q=q, kv=kv, indices=indices)
+    assert all(torch.equal(x, y) for x, y in zip(run(strided), run(inputs), strict=True))
+
+
+@pytest.mark.parametrize("argument", ["q", "kv"])
+def test_rows_off_16_bytes_are_declined(argument: str) -> None:
+    inputs = sparse_mla_inputs(replace(BASE, heads=2), "cpu")
+    tensor = getattr(inputs, argument)
+    odd = torch.zeros(*tensor.shape[:2], 577, dtype=tensor.dtype)[..., 1:]
+    with pytest.raises(UnsupportedProblem, match=f"{argument}: expected an address and strides in multiples of 16 bytes"):
+        run(replace(inputs, **{argument: odd}))
+
+
+def test_modes_that_are_declined() -> None:
+    for mode in ("widen", "widen_fp16", "fp8", "fp32"):
+        inputs = sparse_mla_inputs(replace(BASE, heads=2, mode=mode), "cpu")
+        with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp8_pv"):
+            run(inputs)
+
+
+def without(pattern: str) -> Callable[[str], str]:
+    def edit(ptx: str) -> str:
+        edited = re.sub(pattern, "", ptx)
+        assert edited != ptx
+        return edited
+
+    return edit
+
+
+def wrong(inputs: SparseMlaInputs, edit: Callable[[str], str]) -> bool:
+    """Whether some order shows that the kernel was broken."""
+    right = run(inputs)
+    for order in ORDERS:
+        try:
+            results = run(inputs, order, edit)
+        except ptxsim.SimError:
+            return True
+        if any(not torch.equal(x, y) for x, y in zip(right, results, strict=True)):
+            return True
+    return False
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "pattern",
+    [r"fence\.proxy\.async[^;]*;", r"wgmma\.wait_group[^;]*;", r"(?:bar|barrier)\.(?:cta\.)?sync(?:\.aligned)?\s+%r\d+, 128;"],
+    ids=["fences", "waits", "barriers"],
+)
+def test_what_is_missing_is_seen(mode: str, pattern: str) -> None:
+    assert wrong(sparse_mla_inputs(replace(BASE, topk=256, mode=mode), "cpu"), without(pattern))
+
+
+def test_offsets_past_32_bits() -> None:
+    """Rows that lie 2^28 elements apart: only their own pages of a sparse mapping exist."""
+    tokens, stride = 12, 2**28
+    q_dtype, kv_dtype, _ = MODES["fp8_pv"]
+    assert q_dtype == kv_dtype == E4M3
+    inputs = sparse_mla_inputs(replace(BASE, queries=1, heads=2, topk=64, tokens=tokens, mode="fp8_pv"), "cpu")
+    far = torch.empty(tokens * stride, dtype=torch.uint8).view(E4M3).as_strided((tokens, 1, 576), (stride, stride, 1))
+    indexable(far).copy_(indexable(inputs.kv))
+    results = run(replace(inputs, kv=far))
+    assert all(torch.equal(x, y) for x, y in zip(results, run(inputs), strict=True))
