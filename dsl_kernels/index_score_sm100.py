@@ -160,6 +160,7 @@ class IndexScoreSm100(ScoreWork):
             cute.arch.mbarrier_init_fence()
         if warp == 1:
             cute.arch.alloc_tmem(COLUMNS, tmem_address)
+            cute.arch.relinquish_tmem_alloc_permit()
             fence_before_sync()
         cute.arch.sync_threads()
         fence_after_sync()
@@ -190,7 +191,6 @@ class IndexScoreSm100(ScoreWork):
         cute.arch.sync_threads()
         if warp == 1:
             fence_after_sync()
-            cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(accumulators, COLUMNS)
 
     @cute.jit

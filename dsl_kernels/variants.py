@@ -16,6 +16,8 @@ from typing import Any
 from m3attn.dsl_kernels import (
     block_lists_sm90,
     index_score_sm90,
+    index_score_sm100,
+    index_score_work,
     select_blocks_sm90,
     sparse_decode_sm90,
     sparse_mla_sm90,
@@ -76,7 +78,7 @@ _WIDEN: dict[str, Any] = dict(v_dtype="fp16")
 _FP8: dict[str, Any] = dict(qk_dtype="fp8_e4m3", v_dtype="fp16")
 _FP16: dict[str, Any] = dict(qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16")
 _DEVICE_SCALES: dict[str, Any] = dict(q_scale=True, k_scale=True, v_scale=True)
-_SCORE = index_score_sm90.Variant("bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
+_SCORE = index_score_work.Variant("bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
 _SELECT = select_blocks_sm90.Variant(width=16, lanes=8, vector=True)
 _MLA = sparse_mla_sm90.Variant("bf16", head_dim=576, length=False, sink=False, q_scale=False, kv_scale=False)
 
@@ -137,6 +139,14 @@ _DECODE = _named(
     e5m2_many_ids64=replace(_decode("bf16", "fp8_e5m2", requests=128), **_DEVICE_SCALES, max_topk=64),
 )
 
+_SELECTION = _named(
+    select_blocks_sm90.KERNEL,
+    prefill=_SELECT,
+    decode=replace(_SELECT, lanes=32),
+    short_width32=replace(_SELECT, width=32, lanes=4),
+    width64=replace(_SELECT, width=64, lanes=32, vector=False),
+)
+
 SM90: dict[str, tuple[CuteKernel, Any]] = {
     **_named(
         sparse_prefill_sm90.KERNEL,
@@ -167,13 +177,7 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         fp8_heads1_decode=replace(_SCORE, dtype="fp8_e4m3", rows=64, num_heads=1),
         fp16_heads3_page16=replace(_SCORE, dtype="fp16", rows=128, num_heads=3, page_size=16, fill=True, q_scale=True, k_scale=True),
     ),
-    **_named(
-        select_blocks_sm90.KERNEL,
-        prefill=_SELECT,
-        decode=replace(_SELECT, lanes=32),
-        short_width32=replace(_SELECT, width=32, lanes=4),
-        width64=replace(_SELECT, width=64, lanes=32, vector=False),
-    ),
+    **_SELECTION,
     **_named(
         sparse_mla_sm90.KERNEL,
         bf16=_MLA,
@@ -196,6 +200,16 @@ SM100: dict[str, tuple[CuteKernel, Any]] = {
         group32_ids32_sink=replace(_PREFILL_SM100, group=32, ids=32, aligned=False, negative_scale=True, sink_dtype="fp32"),
     ),
     **_DECODE,
+    **_named(
+        index_score_sm100.KERNEL,
+        bf16=_SCORE,
+        bf16_decode=replace(_SCORE, rows=128),
+        fp8=replace(_SCORE, dtype="fp8_e4m3"),
+        fp8_decode=replace(_SCORE, dtype="fp8_e4m3", rows=128),
+        fp8_heads1_decode=replace(_SCORE, dtype="fp8_e4m3", rows=128, num_heads=1),
+        fp16_heads3_page16=replace(_SCORE, dtype="fp16", num_heads=3, page_size=16, fill=True, q_scale=True, k_scale=True),
+    ),
+    **_SELECTION,
 }
 """For Blackwell, named likewise."""
 
