@@ -83,12 +83,23 @@ def shared_cache() -> Iterator[None]:
 
 
 @contextmanager
-def simulated(order: str = "eager", *, arch: str = "sm_90a", seed: int = 0, edit: Callable[[str], str] | None = None) -> Iterator[Any]:
-    """Inside the block every device counts as `arch`, kernels are compiled for it, and launches are interpreted in `order`; hazards are errors."""
+def simulated(
+    order: str = "eager",
+    *,
+    arch: str = "sm_90a",
+    seed: int = 0,
+    edit: Callable[[str], str] | None = None,
+    capture: Path | None = None,
+    tag: str = "",
+) -> Iterator[Any]:
+    """Inside the block every device counts as `arch`, kernels are compiled for it, and launches are interpreted in `order`; hazards are errors.
+
+    `capture`: launches are saved in this folder, in files whose names start with `tag`.
+    """
     with (
         mock.patch.object(problem, "compile_target", arch.rstrip("a")),
         shared_cache(),
-        ptxsim.device(arch, order=order, seed=seed, hazards="error", edit=edit) as device,
+        ptxsim.device(arch, order=order, seed=seed, hazards="error", edit=edit, capture=str(capture) if capture else None, tag=tag) as device,
     ):
         yield device
 

@@ -118,18 +118,24 @@ def compare(simulated: np.ndarray, real: np.ndarray) -> str:
     )
 
 
-def replay(driver: Driver, saved: dict[str, np.ndarray]) -> str:
-    """Run one captured launch, and say how the memory it changed compares."""
+def run(driver: Driver, saved: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Run one captured launch; its allocations afterwards, as bytes."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     driver("cuModuleLoadData", ctypes.byref(module), saved["cubin"].tobytes())
     driver("cuModuleGetFunction", ctypes.byref(function), module, str(saved["name"]).encode())
     addresses = upload(driver, saved)
     launch(driver, function, saved, moved_parameters(saved, addresses))
+    images = [np.empty_like(saved[f"after{k}"]) for k in range(len(addresses))]
+    for image, address in zip(images, addresses, strict=True):
+        driver("cuMemcpyDtoH_v2", image.ctypes.data_as(ctypes.c_void_p), ctypes.c_uint64(address), ctypes.c_size_t(len(image)))
+    return images
+
+
+def replay(driver: Driver, saved: dict[str, np.ndarray]) -> str:
+    """Run one captured launch, and say how the memory it changed compares."""
     differences = []
-    for k, address in enumerate(addresses):
+    for k, real in enumerate(run(driver, saved)):
         before, simulated = saved[f"before{k}"], saved[f"after{k}"]
-        real = np.empty_like(simulated)
-        driver("cuMemcpyDtoH_v2", real.ctypes.data_as(ctypes.c_void_p), ctypes.c_uint64(address), ctypes.c_size_t(len(real)))
         if not (np.array_equal(simulated, before) and np.array_equal(real, before)):
             differences.append(compare(simulated, real))
     place = f"grid {saved['grid'].tolist()} cluster {saved['cluster'].tolist()}"
