@@ -30,7 +30,7 @@ K_STEPS = HEAD_DIM // 16
 D_TILES = HEAD_DIM // 8
 WARP = 32
 MAX_ROWS_AT_ONCE = 4  # that a warp joins, so that it waits for memory once
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # where both are whole warpgroups
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # where both are whole warpgroups
 NONE = 2**31 - 1  # no block
 BLOCK_BITS = 16  # of an id
 OUT_PITCH = HEAD_DIM + 8  # floats; a half warp's 8-byte stores then fall into different banks
@@ -89,6 +89,53 @@ class RowTile:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A CTA's part of the work: a KV head, and step `split` of every `splits`."""
+
+    kv_head: Int32
+    split: Int32
+    splits: Int32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The query heads of a KV head: first, …, first + group - 1."""
+
+    first: Int32
+    group: Int32
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """The union in shared memory: entry e is a block, its page, and its tokens as bits. `ids` and `keys` are what it is made from."""
+
+    ids: cute.Tensor  # [tokens * K]
+    keys: cute.Tensor
+    blocks: cute.Tensor
+    pages: cute.Tensor
+    members: cute.Tensor
+    length: cute.Tensor  # [1]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline in shared memory: keys of all stages, then values, and three barriers a stage."""
+
+    buffer: cute.Pointer
+    k_full: cute.Pointer
+    v_full: cute.Pointer
+    empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Maximum and sum of each row's softmax, [key warps, rows] in shared memory."""
+
+    largest: cute.Tensor
+    total: cute.Tensor
+
+
+@dataclass(frozen=True)
 class Results:
     """Where a CTA's rows go, and what they need on the way there."""
 
@@ -98,10 +145,6 @@ class Results:
     mLse: Any
     q_factor: Float32
     v_factor: Float32
-    rows: RowTile
-    first_head: Int32
-    group: Int32
-    split: Int32
 
 
 class SparseDecode:
@@ -243,20 +286,17 @@ class SparseDecode:
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
 
         smem = cutlass.memory.SmemAllocator()
-        buffer = smem.allocate(self.buffer_bytes, 1024)
-        k_full, v_full, empty = (smem.allocate_array(cutlass.Int64, variant.stages) for _ in range(3))
-        sIds, sFirst, sBlocks, sPages, sMembers = (
-            smem.allocate_tensor(Int32, cute.make_layout(self.num_ids), warp_mma.CHUNK_BYTES) for _ in range(5)
-        )
-        sLength = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-        stats_layout = cute.make_layout((variant.key_warps, self.rows))
-        sMax, sSum = (smem.allocate_tensor(Float32, stats_layout, 4) for _ in range(2))
+        stages = Stages(smem.allocate(self.buffer_bytes, 1024), *(smem.allocate_array(cutlass.Int64, variant.stages) for _ in range(3)))
+        lists = (smem.allocate_tensor(Int32, cute.make_layout(self.num_ids), warp_mma.CHUNK_BYTES) for _ in range(5))
+        blocks = BlockList(*lists, smem.allocate_tensor(Int32, cute.make_layout(1), 4))
+        per_row = cute.make_layout((variant.key_warps, self.rows))
+        statistics = Statistics(*(smem.allocate_tensor(Float32, per_row, 4) for _ in range(2)))
 
         if thread == 0:
             for stage in cutlass.range_constexpr(variant.stages):
-                cute.arch.mbarrier_init(k_full + stage, 1)
-                cute.arch.mbarrier_init(v_full + stage, 1)
-                cute.arch.mbarrier_init(empty + stage, self.readers)
+                cute.arch.mbarrier_init(stages.k_full + stage, 1)
+                cute.arch.mbarrier_init(stages.v_full + stage, 1)
+                cute.arch.mbarrier_init(stages.empty + stage, self.readers)
             cute.arch.mbarrier_init_fence()
         if warp == self.readers:
             cpasync.prefetch_descriptor(tma_k)
@@ -266,33 +306,39 @@ class SparseDecode:
         cute.arch.griddepcontrol_launch_dependents()
 
         tiles_a_request = cute.ceil_div(max_seqlen_q, variant.tokens)
-        rIds = self.guess_ids(mIds, kv_head, tile // tiles_a_request * max_seqlen_q + tile % tiles_a_request * variant.tokens, thread)
-        rows = self.find_rows(mCuSeqlens, mSeqLens, mIds.shape[1], tile // tiles_a_request, tile % tiles_a_request, max_seqlen_k)
+        request, part = tile // tiles_a_request, tile % tiles_a_request
+        share = Share(kv_head, split, splits)
+        guess = request * max_seqlen_q + part * variant.tokens
+        rIds = self.guess_ids(mIds, kv_head, guess, thread)
+        rows = self.find_rows(mCuSeqlens, mSeqLens, mIds.shape[1], request, part, max_seqlen_k)
         if const_expr(variant.splits == 1):
-            self.clear_padded_rows(mOut, mLse, mCuSeqlens, mSeqLens.shape[0], tile, kv_head, mIds.shape[0], thread)
+            self.clear_padded_rows(mOut, mLse, mCuSeqlens, mSeqLens.shape[0], tile, self.heads(mQ, mIds, kv_head), thread)
         if rows.num_tokens > 0:
-            rows_guessed = rows.first_row == tile // tiles_a_request * max_seqlen_q + tile % tiles_a_request * variant.tokens
-            self.unite(mIds, mPageTable, mK.shape[3], rows, rows_guessed, rIds, kv_head, thread, sIds, sFirst, sBlocks, sPages, sMembers, sLength)
-            steps = self.num_steps(sLength, sBlocks, rows)
+            self.unite(blocks, mIds, mPageTable, mK.shape[3], rows, rows.first_row == guess, rIds, kv_head, thread)
+            steps = self.num_steps(blocks, rows)
             if warp >= self.readers:
                 if const_expr(self.is_wide):
                     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if warp == self.readers:
-                    self.load(tma_k, mK, tma_v, mV, s_layout, buffer, k_full, v_full, empty, sPages, kv_head, split, steps, splits)
+                    self.load(stages, tma_k, mK, tma_v, mV, s_layout, blocks, share, steps)
             else:
                 if const_expr(self.is_wide):
                     cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-                group = mQ.shape[1] // mIds.shape[0]
                 q_factor = sm_scale * load_scale(q_scale, mQScale)
                 factor = q_factor * load_scale(k_scale, mKScale) * LOG2E
-                self.attend(
-                    mQ, rows, kv_head, group, factor, buffer, k_full, v_full, empty, sBlocks, sMembers, sMax, sSum, split, steps, splits, warp, lane
-                )
-                to = Results(mQ, mSink, mOut, mLse, q_factor, load_scale(v_scale, mVScale), rows, kv_head * group, group, split)
-                self.store_rows(to, self.out_tile(buffer), sMax, sSum, warp, lane)
+                heads = self.heads(mQ, mIds, kv_head)
+                self.attend(mQ, rows, heads, share, factor, stages, blocks, statistics, steps, warp, lane)
+                to = Results(mQ, mSink, mOut, mLse, q_factor, load_scale(v_scale, mVScale))
+                self.store_rows(to, rows, heads, split, self.out_tile(stages.buffer), statistics, warp, lane)
+
+    def heads(self, mQ: cute.Tensor, mIds: cute.Tensor, kv_head: Int32) -> Heads:
+        group = mQ.shape[1] // mIds.shape[0]
+        return Heads(kv_head * group, group)
 
     @cute.jit
-    def store_rows(self, to: Results, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, warp: Int32, lane: Int32) -> None:
+    def store_rows(
+        self, to: Results, rows: RowTile, heads: Heads, split: Int32, sOut: cute.Tensor, statistics: Statistics, warp: Int32, lane: Int32
+    ) -> None:
         """Every n-th row of the tile, n being the warps: joined, then to the outputs or to the split's partials."""
         variant = self.variant
         for start in cutlass.range(warp, self.rows, self.readers * self.rows_at_once, unroll=1):
@@ -300,21 +346,21 @@ class SparseDecode:
             rMax, rSum, rSink = (cute.make_rmem_tensor(self.rows_at_once, Float32) for _ in range(3))
             for i in cutlass.range_constexpr(self.rows_at_once):
                 row = start + i * self.readers
-                output, rMax[i], rSum[i] = self.join_key_warps(sOut, sMax, sSum, row, lane)
+                output, rMax[i], rSum[i] = self.join_key_warps(sOut, statistics, row, lane)
                 for j in cutlass.range_constexpr(finish_rows.LANE_DIMS):
                     rOut[j, i] = output[j]
                 if const_expr(to.mSink is not None):
-                    token = cutlass.min(row // variant.token_rows, to.rows.num_tokens - 1)
-                    head = to.first_head + cutlass.min(row % variant.token_rows, to.group - 1)
-                    rSink[i] = sink_logit(to.mQ, to.mSink, to.rows.first_row + token, head, lane) * to.q_factor
+                    token = cutlass.min(row // variant.token_rows, rows.num_tokens - 1)
+                    head = heads.first + cutlass.min(row % variant.token_rows, heads.group - 1)
+                    rSink[i] = sink_logit(to.mQ, to.mSink, rows.first_row + token, head, lane) * to.q_factor
             for i in cutlass.range_constexpr(self.rows_at_once):
                 row = start + i * self.readers
                 token, head = row // variant.token_rows, row % variant.token_rows
-                if token < to.rows.num_tokens and head < to.group:
-                    token += to.rows.first_row
-                    head += to.first_head
+                if token < rows.num_tokens and head < heads.group:
+                    token += rows.first_row
+                    head += heads.first
                     if const_expr(variant.splits > 1):
-                        self.store_partial(rOut[None, i], rMax[i], rSum[i], to.mOut, to.mLse, to.split, token, head, lane)
+                        self.store_partial(rOut[None, i], rMax[i], rSum[i], to.mOut, to.mLse, split, token, head, lane)
                     else:
                         sink = None if const_expr(to.mSink is None) else rSink[i]
                         finish_row(rOut[None, i], rMax[i], rSum[i], sink, to.v_factor, to.mOut, to.mLse, token, head, lane)
@@ -340,6 +386,7 @@ class SparseDecode:
     @cute.jit
     def unite(
         self,
+        to: BlockList,
         mIds: cute.Tensor,
         mPageTable: cute.Tensor,
         num_pages: Int32,
@@ -348,12 +395,6 @@ class SparseDecode:
         rIds: cute.Tensor,
         kv_head: Int32,
         thread: Int32,
-        sIds: cute.Tensor,
-        sFirst: cute.Tensor,
-        sBlocks: cute.Tensor,
-        sPages: cute.Tensor,
-        sMembers: cute.Tensor,
-        sLength: cute.Tensor,
     ) -> None:
         """The tile's distinct blocks with page and tokens (bit t: token t picked it): a thread an id, ranked by comparison.
 
@@ -379,12 +420,12 @@ class SparseDecode:
             rIds[i] = block
             rMembers[i] = Int32(block != NONE)
             if entry < num_ids:
-                sIds[entry], sBlocks[entry], sPages[entry], sMembers[entry] = block, Int32(0), Int32(0), Int32(0)
+                to.ids[entry], to.blocks[entry], to.pages[entry], to.members[entry] = block, Int32(0), Int32(0), Int32(0)
         cute.arch.sync_threads()
 
-        sRanked, rKeys = sIds, rIds
+        sRanked, rKeys = to.ids, rIds
         if const_expr(variant.tokens > 1):
-            sRanked, rKeys = sFirst, cute.make_rmem_tensor_like(rIds)
+            sRanked, rKeys = to.keys, cute.make_rmem_tensor_like(rIds)
             for i in cutlass.range_constexpr(cute.size(rIds)):
                 entry = thread + i * self.threads
                 if entry < num_ids:
@@ -392,7 +433,7 @@ class SparseDecode:
                     for token in cutlass.range(variant.tokens, unroll=2):
                         found = Boolean(False)
                         for k in cutlass.range_constexpr(0, variant.max_topk, 4):
-                            ids = self.four_at(sIds, token * variant.max_topk + k)
+                            ids = self.four_at(to.ids, token * variant.max_topk + k)
                             for j in cutlass.range_constexpr(4):
                                 found = found or ids[j] == rIds[i]
                         members |= Int32(found) << token
@@ -400,7 +441,7 @@ class SparseDecode:
                     is_first = rIds[i] != NONE and (members & ((1 << (entry // variant.max_topk)) - 1)) == 0
                     rMembers[i] = members if is_first else Int32(0)
                     rKeys[i] = ((variant.tokens - cute.arch.popc(members)) << BLOCK_BITS) + rIds[i] if is_first else Int32(NONE)
-                    sFirst[entry] = rKeys[i]
+                    to.keys[entry] = rKeys[i]
             cute.arch.sync_threads()
 
         for i in cutlass.range_constexpr(cute.size(rIds)):
@@ -414,10 +455,10 @@ class SparseDecode:
                             length += Int32(ids[m] != NONE)
                 if rMembers[i] != 0:
                     page = cutlass.min(cutlass.max(rPages[i], 0), num_pages - 1)
-                    sBlocks[rank], sPages[rank], sMembers[rank] = rIds[i], page, rMembers[i]
+                    to.blocks[rank], to.pages[rank], to.members[rank] = rIds[i], page, rMembers[i]
                 if const_expr(i == 0):
                     if thread == 0:
-                        sLength[0] = length
+                        to.length[0] = length
         cute.arch.sync_threads()
 
     def four_at(self, tensor: cute.Tensor, index: Any) -> cute.Tensor:
@@ -427,51 +468,46 @@ class SparseDecode:
         return four
 
     @cute.jit
-    def num_steps(self, sLength: cute.Tensor, sBlocks: cute.Tensor, rows: RowTile) -> Int32:
+    def num_steps(self, union: BlockList, rows: RowTile) -> Int32:
         """Pipeline steps of the union. Of one token, keys behind the last visible one, which lie in its last block, are not loaded."""
-        length = sLength[0]
+        length = union.length[0]
         steps = length * self.block_steps
         if const_expr(self.variant.tokens == 1):
             if length > 0:
-                keys = rows.visible(0) - sBlocks[length - 1] * BLOCK
+                keys = rows.visible(0) - union.blocks[length - 1] * BLOCK
                 steps += cutlass.min(cute.ceil_div(keys, self.variant.step_keys) - self.block_steps, 0)
         return steps
 
     @cute.jit
     def load(
         self,
+        stages: Stages,
         tma_k: cute.CopyAtom,
         mK: cute.Tensor,
         tma_v: cute.CopyAtom,
         mV: cute.Tensor,
         s_layout: cute.ComposedLayout,
-        buffer: cute.Pointer,
-        k_full: cute.Pointer,
-        v_full: cute.Pointer,
-        empty: cute.Pointer,
-        sPages: cute.Tensor,
-        kv_head: Int32,
-        split: Int32,
+        union: BlockList,
+        share: Share,
         steps: Int32,
-        splits: Int32,
     ) -> None:
         """The producer warp: one TMA tile of K and one of V a step, as far ahead as there are stages."""
         variant, parts = self.variant, []
         for tma, m, offset in ((tma_k, mK, 0), (tma_v, mV, variant.stages * self.tile_bytes)):
-            pointer = cute.recast_ptr(buffer + offset, s_layout.inner, dtype=self.kv_type)
+            pointer = cute.recast_ptr(stages.buffer + offset, s_layout.inner, dtype=self.kv_type)
             s = cute.make_tensor(pointer, s_layout.outer)
-            g = cute.local_tile(m[None, None, kv_head, None], (variant.step_keys, HEAD_DIM), (None, 0, None))
+            g = cute.local_tile(m[None, None, share.kv_head, None], (variant.step_keys, HEAD_DIM), (None, 0, None))
             parts.append(cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)))
         (tKsK, tKgK), (tVsV, tVgV) = parts
         stage, phase = Int32(0), Int32(1)
-        for step in cutlass.range(split, steps, splits, unroll=1):
-            page, part = sPages[step // self.block_steps], step % self.block_steps
-            cute.arch.mbarrier_wait(empty + stage, phase)
+        for step in cutlass.range(share.split, steps, share.splits, unroll=1):
+            page, part = union.pages[step // self.block_steps], step % self.block_steps
+            cute.arch.mbarrier_wait(stages.empty + stage, phase)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, self.tile_bytes)
-                cute.arch.mbarrier_arrive_and_expect_tx(v_full + stage, self.tile_bytes)
-            cute.copy(tma_k, tKgK[None, part, page], tKsK[None, stage], tma_bar_ptr=k_full + stage)
-            cute.copy(tma_v, tVgV[None, part, page], tVsV[None, stage], tma_bar_ptr=v_full + stage)
+                cute.arch.mbarrier_arrive_and_expect_tx(stages.k_full + stage, self.tile_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(stages.v_full + stage, self.tile_bytes)
+            cute.copy(tma_k, tKgK[None, part, page], tKsK[None, stage], tma_bar_ptr=stages.k_full + stage)
+            cute.copy(tma_v, tVgV[None, part, page], tVsV[None, stage], tma_bar_ptr=stages.v_full + stage)
             stage += 1
             if stage == variant.stages:
                 stage, phase = Int32(0), phase ^ 1
@@ -481,20 +517,13 @@ class SparseDecode:
         self,
         mQ: cute.Tensor,
         rows: RowTile,
-        kv_head: Int32,
-        group: Int32,
+        heads: Heads,
+        share: Share,
         factor: Float32,
-        buffer: cute.Pointer,
-        k_full: cute.Pointer,
-        v_full: cute.Pointer,
-        empty: cute.Pointer,
-        sBlocks: cute.Tensor,
-        sMembers: cute.Tensor,
-        sMax: cute.Tensor,
-        sSum: cute.Tensor,
-        split: Int32,
+        stages: Stages,
+        union: BlockList,
+        statistics: Statistics,
         steps: Int32,
-        splits: Int32,
         warp: Int32,
         lane: Int32,
     ) -> None:
@@ -504,21 +533,21 @@ class SparseDecode:
         first_row = row_warp * MMA_ROWS
         tokens, first_seeing, last = self.warp_tokens(rows, first_row)
         least_visible = rows.visible(first_seeing)
-        rQ, rFactor = self.load_q(mQ, rows, kv_head, group, factor, first_row, lane)
+        rQ, rFactor = self.load_q(mQ, rows, heads, factor, first_row, lane)
         rO = cute.make_rmem_tensor((4, D_TILES), Float32)
         rO.fill(0.0)
         rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         rMax.fill(MINUS_INF)
         rSum.fill(0.0)
-        k_address = buffer.toint() + key_warp * self.warp_keys * warp_mma.SWIZZLE_BYTES
+        k_address = stages.buffer.toint() + key_warp * self.warp_keys * warp_mma.SWIZZLE_BYTES
         v_address = k_address + variant.stages * self.tile_bytes
 
         stage, phase = Int32(0), Int32(0)
-        for step in cutlass.range(split, steps, splits, unroll=1):
-            members = sMembers[step // self.block_steps] & tokens
-            first_key = sBlocks[step // self.block_steps] * BLOCK + step % self.block_steps * variant.step_keys + key_warp * self.warp_keys
+        for step in cutlass.range(share.split, steps, share.splits, unroll=1):
+            members = union.members[step // self.block_steps] & tokens
+            first_key = union.blocks[step // self.block_steps] * BLOCK + step % self.block_steps * variant.step_keys + key_warp * self.warp_keys
             # Also by a warp that skips the step, or its arrival below might count for the stage's earlier contents.
-            cute.arch.mbarrier_wait(k_full + stage, phase)
+            cute.arch.mbarrier_wait(stages.k_full + stage, phase)
             if members != 0:
                 for part in cutlass.range(self.warp_keys // self.part_keys, unroll=1):
                     part_key = first_key + part * self.part_keys
@@ -531,14 +560,14 @@ class SparseDecode:
                     if is_cut:
                         self.mask(rS, rows, members, first_row, part_key, lane)
                     rP = self.softmax(rS, rMax, rSum, rO)
-                    cute.arch.mbarrier_wait(v_full + stage, phase)
+                    cute.arch.mbarrier_wait(stages.v_full + stage, phase)
                     if is_cut:
                         self.multiply_values(rP, rO, v_address + offset, rows.visible(last) - part_key, True, lane)
                     else:
                         self.multiply_values(rP, rO, v_address + offset, Int32(0), False, lane)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + stage)
+                cute.arch.mbarrier_arrive(stages.empty + stage)
             stage += 1
             if stage == variant.stages:
                 stage, phase = Int32(0), phase ^ 1
@@ -546,11 +575,11 @@ class SparseDecode:
         for i in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(rSum[i], threads_in_group=4)
             if lane % 4 == 0:
-                sMax[key_warp, first_row + lane // 4 + 8 * i] = rMax[i]
-                sSum[key_warp, first_row + lane // 4 + 8 * i] = total
+                statistics.largest[key_warp, first_row + lane // 4 + 8 * i] = rMax[i]
+                statistics.total[key_warp, first_row + lane // 4 + 8 * i] = total
         # Outputs take the place of keys and values once no warp reads those any more.
         cute.arch.barrier(barrier_id=READERS, number_of_threads=self.readers * WARP)
-        self.store_outputs(rO, self.out_tile(buffer), key_warp, first_row, lane)
+        self.store_outputs(rO, self.out_tile(stages.buffer), key_warp, first_row, lane)
         cute.arch.barrier(barrier_id=READERS, number_of_threads=self.readers * WARP)
 
     @cute.jit
@@ -563,9 +592,7 @@ class SparseDecode:
         return tokens, first, end - 1
 
     @cute.jit
-    def load_q(
-        self, mQ: cute.Tensor, rows: RowTile, kv_head: Int32, group: Int32, factor: Float32, first_row: Int32, lane: Int32
-    ) -> tuple[cute.Tensor, cute.Tensor]:
+    def load_q(self, mQ: cute.Tensor, rows: RowTile, heads: Heads, factor: Float32, first_row: Int32, lane: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """A operands [8, 8 products] of the lane's rows, and each row's factor of its logits.
 
         Product j of lane 4 g + c sums over dims 64 (j // 4) + 16 c + 4 (j % 4) + (0, 1, 2, 3), or 32 c + 4 j + … with one box: what 16-byte loads
@@ -579,8 +606,8 @@ class SparseDecode:
             token, head = row // self.variant.token_rows, row % self.variant.token_rows
             rRow = cute.make_rmem_tensor(cute.make_layout((run, self.boxes)), self.q_type)
             rRow.fill(0)
-            if token < rows.num_tokens and head < group:
-                gRow = mQ[rows.first_row + token, kv_head * group + head, None]
+            if token < rows.num_tokens and head < heads.group:
+                gRow = mQ[rows.first_row + token, heads.first + head, None]
                 for box in cutlass.range_constexpr(self.boxes):
                     cute.autovec_copy(cute.local_tile(gRow, (run,), (box * 4 + lane % 4,)), rRow[None, box])
             rFactor[i] = factor
@@ -725,19 +752,17 @@ class SparseDecode:
                 cute.autovec_copy(run, sRun)
 
     @cute.jit
-    def join_key_warps(
-        self, sOut: cute.Tensor, sMax: cute.Tensor, sSum: cute.Tensor, row: Int32, lane: Int32
-    ) -> tuple[cute.Tensor, Float32, Float32]:
+    def join_key_warps(self, sOut: cute.Tensor, statistics: Statistics, row: Int32, lane: Int32) -> tuple[cute.Tensor, Float32, Float32]:
         """(sum of p v, four dims a lane; maximum; sum of p) of a row over the warps that shared its keys."""
         largest = Float32(MINUS_INF)
         for k in cutlass.range_constexpr(self.variant.key_warps):
-            largest = cute.arch.fmax(largest, sMax[k, row])
+            largest = cute.arch.fmax(largest, statistics.largest[k, row])
         origin = largest if largest > MINUS_INF else Float32(0.0)
         output, total = cute.make_rmem_tensor(finish_rows.LANE_DIMS, Float32), Float32(0.0)
         output.fill(0.0)
         for k in cutlass.range_constexpr(self.variant.key_warps):
-            weight = cute.math.exp2(sMax[k, row] - origin, fastmath=True)
-            total += weight * sSum[k, row]
+            weight = cute.math.exp2(statistics.largest[k, row] - origin, fastmath=True)
+            total += weight * statistics.total[k, row]
             part = cute.make_rmem_tensor(finish_rows.LANE_DIMS, Float32)
             cute.autovec_copy(finish_rows.four(sOut[None, k, row], lane), part)
             for i in cutlass.range_constexpr(finish_rows.LANE_DIMS):
@@ -773,23 +798,21 @@ class SparseDecode:
         mCuSeqlens: cute.Tensor,
         num_requests: Int32,
         tile: Int32,
-        kv_head: Int32,
-        num_kv_heads: Int32,
+        heads: Heads,
         thread: Int32,
     ) -> None:
         """Rows that no request owns, shared out among the tiles: 0 and -inf."""
-        num_rows, num_heads = mOut.shape[0], mOut.shape[1]
+        num_rows = mOut.shape[0]
         num_tiles, _, _ = cute.arch.grid_dim()
-        group = num_heads // num_kv_heads
         owned = cutlass.min(cutlass.max(mCuSeqlens[0], 0), num_rows)
         end = cutlass.max(cutlass.min(mCuSeqlens[num_requests], num_rows), owned)
         for i in cutlass.range(tile, owned + num_rows - end, num_tiles, unroll=1):
             row = i if i < owned else i - owned + end
-            for at in cutlass.range(thread, group * HEAD_DIM, self.threads, unroll=1):
-                mOut[row, kv_head * group + at // HEAD_DIM, at % HEAD_DIM] = Float32(0.0).to(mOut.element_type)
+            for at in cutlass.range(thread, heads.group * HEAD_DIM, self.threads, unroll=1):
+                mOut[row, heads.first + at // HEAD_DIM, at % HEAD_DIM] = Float32(0.0).to(mOut.element_type)
             if const_expr(mLse is not None):
-                if thread < group:
-                    mLse[row, kv_head * group + thread] = Float32(MINUS_INF)
+                if thread < heads.group:
+                    mLse[row, heads.first + thread] = Float32(MINUS_INF)
 
 
 def build(variant: Variant) -> tuple[SparseDecode, tuple[Any, ...]]:
