@@ -436,12 +436,15 @@ class SparsePrefillSm100(SparsePrefillSm90):
                 block, bits, end = self.read_entry(sEntry, keys.stage(count))
                 keys.release(count)
                 if (bits & self.bits_of(half)) != 0:
-                    limit = visible - block * BLOCK if block >= whole_blocks else Int32(BLOCK)
                     is_member = (bits & token_bit) != 0
+                    limit = visible - block * BLOCK
                     cute.arch.mbarrier_wait(turns.products + half, blocks & 1)
                     blocks += 1
                     self.fence_after_wait()
-                    row_max, row_sum = self.weigh_row(tS, tP, tO, row, row_max, row_sum, is_member, limit, scale_log2)
+                    if block < whole_blocks:
+                        row_max, row_sum = self.weigh_row(tS, tP, tO, row, row_max, row_sum, is_member, None, scale_log2)
+                    else:
+                        row_max, row_sum = self.weigh_row(tS, tP, tO, row, row_max, row_sum, is_member, limit, scale_log2)
                     self.arrive(turns.weights + half)
                 unfinished = end == MORE
                 count += 1
@@ -456,18 +459,19 @@ class SparsePrefillSm100(SparsePrefillSm90):
                 self.read_queries(mQ, rNext, half, kv_head, first_row, end_row)
             logsum = -Float32.inf
             factor = Float32(0.0)
-            _, head = self.token_and_head(row, half, done_head)
+            late_row = self.late(row)
+            late_token, head = self.token_and_head(late_row, half, done_head)
             if row_sum > 0.0:
                 logsum = (row_max * scale_log2 + cute.math.log2(row_sum, fastmath=True)) * LN2
                 factor = value_scale / row_sum
             if const_expr(mSinkKey is not None):
-                logit = self.sink_logit_of(mSinkKey, half_pointer, row, head) * query_scale
+                logit = self.sink_logit_of(mSinkKey, half_pointer, late_row, head) * query_scale
                 if row_sum > 0.0:
                     factor /= 1.0 + cute.math.exp2((logit - logsum) * LOG2E, fastmath=True)
             cute.arch.mbarrier_wait(turns.outputs + half, tiles & 1)
             tiles += 1
             self.fence_after_wait()
-            rDone = self.finish_rows(tO, row, row_sum > 0.0, factor, half_pointer)
+            rDone = self.finish_rows(tO, late_row, row_sum > 0.0, factor, half_pointer)
             # The next tile's queries before this one's output: their fence would wait for stores to memory.
             if has_tiles:
                 self.store_queries(rNext, half_pointer)
@@ -475,7 +479,7 @@ class SparsePrefillSm100(SparsePrefillSm90):
             self.write_rows(mOut, rDone, half, done_head, done_row, done_end)
             if const_expr(mLse is not None):
                 if is_row:
-                    mLse[done_row + token, head] = logsum
+                    mLse[done_row + late_token, head] = logsum
 
     def half_of(self, views, half):
         """The [128, columns] of a half, in tensor memory."""
@@ -514,14 +518,14 @@ class SparsePrefillSm100(SparsePrefillSm90):
         row_max: Float32,  # of the products that the weights so far are relative to
         row_sum: Float32,
         is_member: Boolean,
-        limit: Int32,  # keys of the block that the row sees
+        limit: Int32 | None,  # keys of the block that the row sees; None: all
         scale_log2: Float32,
     ):
         """One step of the softmax; returns the new (row_max, row_sum). Rows whose token did not select the block get weights of 0."""
         rS = self.read_columns(tS, row)
         if const_expr(self.variant.negative_scale):
             rS.store(-rS.load())
-        if limit < BLOCK:
+        if const_expr(limit is not None):
             for i in cutlass.range_constexpr(BLOCK):
                 rS[i] = rS[i] if i < limit else -Float32.inf
         peak = rS.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
@@ -594,9 +598,14 @@ class SparsePrefillSm100(SparsePrefillSm90):
 
     def chunk_of(self, step, per_row):
         """(row of the half, chunk of 16 bytes) that a lane moves in one of its warp's steps over 32 rows."""
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        flat = step * 32 + thread % 32
-        return thread // 32 * 32 + flat // per_row, flat % per_row
+        lane = self.late(cute.arch.lane_idx())
+        first = cute.arch.thread_idx()[0] % WARPGROUP // 32 * 32
+        return first + step * (32 // per_row) + lane // per_row, lane % per_row
+
+    def late(self, value):
+        """`value`, by a shuffle that stays where it is: addresses that follow from it are not computed before all loops and kept, in registers that
+        the softmax needs."""
+        return cute.arch.shuffle_sync(value, cute.arch.lane_idx())
 
     @cute.jit
     def sink_logit_of(self, mSinkKey: cute.Tensor, half_pointer: cute.Pointer, row: Int32, head: Int32):
