@@ -25,6 +25,7 @@ from m3attn.dsl_kernels import sparse_prefill_sm90
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.sparse_prefill_sm90 import DTYPES, LN2, LOG2E, WARPGROUP, MaybeTensor, Ring, num_sms
 from m3attn.dtypes import dtype_name
+from m3attn.workspace import WorkShape, carve, workspace_limit
 
 HEADS = 64
 """Rows of a warpgroup's matrix instruction: heads of one query."""
@@ -38,6 +39,7 @@ LINES = LATENT // LINE + 1
 """The last line holds the rotated dims until they have met the queries, and then the tile's weights."""
 WARP_TOKENS = TOKENS // 4
 VALUE_STAGES = 2
+MERGE_THREADS = 128
 WEIGHT_SCALE_E4M3 = 256.0
 """Weights of at most 1 lose less in e4m3 above its denormals."""
 
@@ -51,6 +53,7 @@ class Variant:
         head_dim: 576, or 512 without rotated dims.
         length: a tensor says how many of each query's indices count; sink: each head has a sink.
         q_scale, kv_scale: a device tensor holds a factor of it.
+        split: the indices of a query go to several thread blocks, and a second kernel joins what they find.
     """
 
     dtype: str
@@ -59,6 +62,7 @@ class Variant:
     sink: bool
     q_scale: bool
     kv_scale: bool
+    split: bool = False
 
 
 LEFT, RIGHT, LAST = range(3)
@@ -90,6 +94,9 @@ class SparseMlaSm90:
         mOut: cute.Tensor,  # [s_q, h_q, 512]
         mMaxLogits: cute.Tensor,  # [s_q, h_q]
         mLse: cute.Tensor,  # [s_q, h_q]
+        mPartOut: MaybeTensor,  # [splits, s_q, h_q, 512] fp32, written, before the sink
+        mPartMax: MaybeTensor,  # [splits, s_q, h_q]
+        mPartLse: MaybeTensor,  # [splits, s_q, h_q], -inf without a token
         logit_scale: Float32,  # sm_scale * q_scale * kv_scale
         value_scale: Float32,
         max_blocks: Int32,  # thread blocks
@@ -100,9 +107,18 @@ class SparseMlaSm90:
         v_major = k_major if self.transposes else OperandMajorMode.MN
         pv_mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, v_major, Float32, (1, 1, 1), (HEADS, LATENT // 2), source)
         num_work = mQ.shape[0] * ((mQ.shape[1] + HEADS - 1) // HEADS)
-        self.kernel(
-            mQ, mKV, mIndices, mLength, mSink, mQScale, mKVScale, mOut, mMaxLogits, mLse, logit_scale, value_scale, num_work, qk_mma, pv_mma
-        ).launch(grid=(min(num_work, max_blocks), 1, 1), block=(3 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1)
+        # A query's whole rows, or its parts.
+        results = (mOut, mMaxLogits, mLse)
+        if const_expr(self.variant.split):
+            num_work *= mPartOut.shape[0]
+            results = (mPartOut, mPartMax, mPartLse)
+        self.kernel(mQ, mKV, mIndices, mLength, mSink, mQScale, mKVScale, *results, logit_scale, value_scale, num_work, qk_mma, pv_mma).launch(
+            grid=(min(num_work, max_blocks), 1, 1), block=(3 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+        if const_expr(self.variant.split):
+            self.merge(mSink, mOut, mMaxLogits, mLse, mPartOut, mPartMax, mPartLse).launch(
+                grid=(mQ.shape[0] * mQ.shape[1], 1, 1), block=(MERGE_THREADS, 1, 1), stream=stream
+            )
 
     def staged(self, pointer, rows, lines, stages, stride):
         """Rows of `lines` lines in every stage, swizzled as wgmma wants them: [rows, lines * 64, stages]."""
@@ -125,7 +141,7 @@ class SparseMlaSm90:
         mSink: MaybeTensor,
         mQScale: MaybeTensor,
         mKVScale: MaybeTensor,
-        mOut: cute.Tensor,
+        mOut: cute.Tensor,  # these three, or their parts
         mMaxLogits: cute.Tensor,
         mLse: cute.Tensor,
         logit_scale: Float32,
@@ -170,7 +186,7 @@ class SparseMlaSm90:
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
-            self.produce(mQ, mKV, mIndices, mLength, num_work, sQ, sTiles, sValues, sValid, parts, values, queries, warp)
+            self.produce(mQ, mKV, mIndices, mLength, self.splits_of(mOut), num_work, sQ, sTiles, sValues, sValid, parts, values, queries, warp)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             if const_expr(mQScale is not None):
@@ -206,18 +222,27 @@ class SparseMlaSm90:
                 warp // 4 - 1,
             )
 
-    def place_of(self, work, num_heads):
-        """(query, its first head) of a piece of work: neighbours share a query, whose tokens then come from L2."""
+    def place_of(self, work, num_queries, num_heads):
+        """(query, its first head, part of its indices) of a piece of work: neighbours share tokens, which then come from L2."""
         head_tiles = (num_heads + HEADS - 1) // HEADS
-        return work // head_tiles, work % head_tiles * HEADS
+        return work // head_tiles % num_queries, work % head_tiles * HEADS, work // head_tiles // num_queries
 
     @cute.jit
-    def length_of(self, mIndices: cute.Tensor, mLength: MaybeTensor, query: Int32):
-        """How many of the query's indices count."""
+    def tiles_of(self, mIndices: cute.Tensor, mLength: MaybeTensor, query: Int32, split: Int32, splits: Int32):
+        """(first tile, end tile, how many of the query's indices count)."""
         length = Int32(mIndices.shape[1])
         if const_expr(mLength is not None):
             length = cutlass.min(cutlass.max(mLength[query], 0), length)
-        return length
+        tiles = (length + TOKENS - 1) // TOKENS
+        first = Int32(0)
+        if const_expr(self.variant.split):
+            per_split = (tiles + splits - 1) // splits
+            first = cutlass.min(split * per_split, tiles)
+            tiles = cutlass.min(first + per_split, tiles)
+        return first, tiles, length
+
+    def splits_of(self, mOut):
+        return mOut.shape[0] if self.variant.split else 1
 
     @cute.jit
     def produce(
@@ -226,6 +251,7 @@ class SparseMlaSm90:
         mKV: cute.Tensor,
         mIndices: cute.Tensor,
         mLength: MaybeTensor,
+        splits: Int32,
         num_work: Int32,
         sQ: cute.Tensor,
         sTiles: cute.Tensor,
@@ -246,9 +272,9 @@ class SparseMlaSm90:
         sizes = cute.make_rmem_tensor(WARP_TOKENS // self.copied_tokens, Int32)
         work_count, count = Int32(0), Int32(0)
         while work < num_work:
-            query, first_head = self.place_of(work, num_heads)
-            length = self.length_of(mIndices, mLength, query)
-            index = self.read_index(mIndices, query, warp * WARP_TOKENS + lane % WARP_TOKENS, length)
+            query, first_head, split = self.place_of(work, mQ.shape[0], num_heads)
+            first_tile, end_tile, length = self.tiles_of(mIndices, mLength, query, split, splits)
+            index = self.read_index(mIndices, query, first_tile * TOKENS + warp * WARP_TOKENS + lane % WARP_TOKENS, length)
 
             for i in cutlass.range_constexpr(WARP_TOKENS // self.copied_tokens):
                 head = first_head + row + i * self.copied_tokens
@@ -259,8 +285,8 @@ class SparseMlaSm90:
             self.copy_lines(sources, sizes, sQ.iterator, row, 0, self.lines)
             cute.arch.cp_async_mbarrier_arrive_noinc(queries.full)
 
-            tile = Int32(0)
-            while tile * TOKENS < length:
+            tile = first_tile
+            while tile < end_tile:
                 is_valid = index >= 0 and index < num_tokens
                 valid = cute.arch.vote_ballot_sync(is_valid) & 0xFFFF
                 for i in cutlass.range_constexpr(WARP_TOKENS // self.copied_tokens):
@@ -281,12 +307,12 @@ class SparseMlaSm90:
                             cute.arch.mbarrier_arrive(parts[part].full + stage)
                     cute.arch.cp_async_mbarrier_arrive_noinc(parts[part].full + stage)
                 if const_expr(self.transposes):
-                    if tile > 0:
+                    if tile > first_tile:
                         self.transpose(sTiles, sValues, count - 1, parts, values, warp)
                 count += 1
                 tile += 1
             if const_expr(self.transposes):
-                if tile > 0:
+                if end_tile > first_tile:
                     self.transpose(sTiles, sValues, count - 1, parts, values, warp)
             work_count += 1
             work += grid
@@ -396,8 +422,9 @@ class SparseMlaSm90:
         work, _, _ = cute.arch.block_idx()
         work_count, first = Int32(0), Int32(0)  # tiles before this piece of work's
         while work < num_work:
-            query, first_head = self.place_of(work, num_heads)
-            tiles = (self.length_of(mIndices, mLength, query) + TOKENS - 1) // TOKENS
+            query, first_head, split = self.place_of(work, mQ.shape[0], num_heads)
+            first_tile, end_tile, _ = self.tiles_of(mIndices, mLength, query, split, self.splits_of(mOut))
+            tiles = end_tile - first_tile
             rO.fill(0.0)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
@@ -434,7 +461,7 @@ class SparseMlaSm90:
                 self.multiply_values(pv_mma, rO, tOrP, tOrV, first + tile - 1, weights, values)
                 warpgroup.wait_group(0)
                 self.release(parts, values, first + tile - 1, half)
-            self.finish(mSink, mOut, mMaxLogits, mLse, value_scale, rO, row_max, row_sum, sSums, work_count, query, first_head, half)
+            self.finish(mSink, mOut, mMaxLogits, mLse, value_scale, rO, row_max, row_sum, sSums, work_count, query, first_head, split, half)
             first += tiles
             work_count += 1
             work += grid
@@ -615,11 +642,17 @@ class SparseMlaSm90:
         work_count: Int32,
         query: Int32,
         first_head: Int32,
+        split: Int32,
         half: Int32,
     ):
         """The warpgroup's columns of the output, and the first one's LSE and maxima."""
         lane, first_row = cute.arch.lane_idx(), self.first_row_of_thread()
         output = self.by_row(rO)
+        num_heads = mOut.shape[2 if self.variant.split else 1]
+        without_tokens = Float32.inf
+        if const_expr(self.variant.split):
+            mOut, mMaxLogits, mLse = mOut[split, None, None, None], mMaxLogits[split, None, None], mLse[split, None, None]
+            without_tokens = -Float32.inf
         for r in cutlass.range_constexpr(2):
             row_sum[r] = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
             if lane % 4 == 0:
@@ -628,14 +661,14 @@ class SparseMlaSm90:
         for r in cutlass.range_constexpr(2):
             row = first_row + 8 * r
             head = first_head + row
-            if head < mOut.shape[1]:
+            if head < num_heads:
                 # Both warpgroups add in the same order.
                 total = sSums[row, 0, work_count % 2] + sSums[row, 1, work_count % 2]
                 has_tokens = total > 0.0
                 largest = row_max[r] * LN2
-                logsum = largest + cute.math.log2(total, fastmath=True) * LN2 if has_tokens else Float32.inf
+                logsum = largest + cute.math.log2(total, fastmath=True) * LN2 if has_tokens else without_tokens
                 factor = value_scale / total if has_tokens else Float32(0.0)
-                if const_expr(mSink is not None):
+                if const_expr(mSink is not None and not self.variant.split):
                     if has_tokens:
                         factor /= 1.0 + cute.math.exp2((mSink[head] - logsum) * LOG2E, fastmath=True)
                 rOut = cute.make_rmem_tensor((2, LATENT // 16), mOut.element_type)
@@ -647,11 +680,53 @@ class SparseMlaSm90:
                     mMaxLogits[query, head] = largest
                     mLse[query, head] = logsum
 
+    @cute.kernel
+    def merge(
+        self,
+        mSink: MaybeTensor,
+        mOut: cute.Tensor,
+        mMaxLogits: cute.Tensor,
+        mLse: cute.Tensor,
+        mPartOut: cute.Tensor,
+        mPartMax: cute.Tensor,
+        mPartLse: cute.Tensor,
+    ):
+        """Joins the parts of one head of a query, always in the same order."""
+        thread, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        query, head = row // mOut.shape[1], row % mOut.shape[1]
+        dims = LATENT // MERGE_THREADS
+        rPart = cute.make_rmem_tensor(dims, Float32)
+        rSum = cute.make_rmem_tensor(dims, Float32)
+        rSum.fill(0.0)
+        largest, most, total = -Float32.inf, -Float32.inf, Float32(0.0)
+        for split in cutlass.range(mPartOut.shape[0], unroll=4):
+            largest = cute.arch.fmax(largest, mPartMax[split, query, head])
+            most = cute.arch.fmax(most, mPartLse[split, query, head])
+        has_tokens = most != -Float32.inf
+        shift = most if has_tokens else Float32(0.0)
+        for split in cutlass.range(mPartOut.shape[0], unroll=4):
+            weight = cute.math.exp2((mPartLse[split, query, head] - shift) * LOG2E, fastmath=True)
+            total += weight
+            cute.autovec_copy(cute.local_tile(mPartOut[split, query, head, None], (dims,), (thread,)), rPart)
+            rSum.store(rSum.load() + rPart.load() * weight)
+        logsum = shift + cute.math.log2(total, fastmath=True) * LN2 if has_tokens else Float32.inf
+        factor = 1.0 / total if has_tokens else Float32(0.0)
+        if const_expr(mSink is not None):
+            if has_tokens:
+                factor /= 1.0 + cute.math.exp2((mSink[head] - logsum) * LOG2E, fastmath=True)
+        rOut = cute.make_rmem_tensor(dims, mOut.element_type)
+        rOut.store((rSum.load() * factor).to(mOut.element_type))
+        cute.autovec_copy(rOut, cute.local_tile(mOut[query, head, None], (dims,), (thread,)))
+        if thread == 0:
+            mMaxLogits[query, head] = largest
+            mLse[query, head] = logsum
+
 
 def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     """The kernel, and its arguments as tensors of any lengths and strides that a call may bring."""
     kernel = SparseMlaSm90(variant)
-    queries, heads = cute.sym_int(), cute.sym_int()
+    queries, heads, splits = (cute.sym_int() for _ in range(3))
 
     def vectors(dtype: Any, *shape: Any) -> Any:
         strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:])
@@ -674,6 +749,9 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
         vectors(cutlass.BFloat16, queries, heads, LATENT),
         scalars(Float32, queries, heads),
         scalars(Float32, queries, heads),
+        vectors(Float32, splits, queries, heads, LATENT) if variant.split else None,
+        optional(variant.split, Float32, splits, queries, heads),
+        optional(variant.split, Float32, splits, queries, heads),
         Float32(0.0),
         Float32(0.0),
         Int32(0),
@@ -684,6 +762,29 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
 KERNEL = CuteKernel("sparse_mla_sm90", build, sources=[__file__, sparse_prefill_sm90.__file__])
 
 
+MAX_PIECES = 128
+"""Pieces of work that few queries are split into: about as many as there are multiprocessors."""
+SPLIT_TOKENS = 2 * TOKENS
+"""Indices that a piece has at least, a tile for either warpgroup."""
+MAX_SPLITS = 16
+
+
+def num_splits(queries: int, heads: int, topk: int, limit: int) -> int:
+    """Into how many parts a query's indices are cut; their outputs fit `limit`."""
+    pieces = max(1, queries * -(-heads // HEADS))
+    return max(1, min(MAX_PIECES // pieces, topk // SPLIT_TOKENS, MAX_SPLITS, limit // max(1, part_bytes(1, queries, heads))))
+
+
+def part_bytes(splits: int, queries: int, heads: int) -> int:
+    return splits * queries * heads * (LATENT + 2) * 4 + 3 * 256
+
+
+def workspace_bytes(shape: WorkShape) -> int:
+    """Scratch of a call: splits * s_q * h_q * (512 + 2) * 4; 0 where there are queries enough."""
+    splits = num_splits(shape.tokens, shape.num_q_heads, shape.topk, shape.limit)
+    return 0 if splits == 1 else part_bytes(splits, shape.tokens, shape.num_q_heads)
+
+
 def sparse_mla_prefill(call: SparseMlaPrefillCall) -> None:
     """Fill call.out, call.max_logits and call.lse.
 
@@ -692,15 +793,24 @@ def sparse_mla_prefill(call: SparseMlaPrefillCall) -> None:
     """
     if call.q.shape[0] == 0:
         return
+    queries, heads, head_dim = call.q.shape
     for argument, tensor in (("q", call.q), ("kv", call.kv), ("out", call.out)):
         check_address(argument, tensor)
+    splits = num_splits(queries, heads, call.indices.shape[1], workspace_limit())
+    parts: list[torch.Tensor | None] = [None, None, None]
+    if splits > 1:
+        assert call.workspace is not None
+        offset = 0
+        for i, shape in enumerate(((splits, queries, heads, LATENT), (splits, queries, heads), (splits, queries, heads))):
+            parts[i], offset = carve(call.workspace, offset, shape, torch.float32)
     variant = Variant(
         dtype=dtype_name(call.q.dtype),
-        head_dim=call.q.shape[2],
+        head_dim=head_dim,
         length=call.topk_length is not None,
         sink=call.attn_sink is not None,
         q_scale=call.q_scale.tensor is not None,
         kv_scale=call.kv_scale.tensor is not None,
+        split=splits > 1,
     )
     KERNEL.get(variant, call.q.device)(
         call.q,
@@ -712,6 +822,7 @@ def sparse_mla_prefill(call: SparseMlaPrefillCall) -> None:
         call.out,
         call.max_logits,
         call.lse,
+        *parts,
         call.sm_scale * call.q_scale.value * call.kv_scale.value,
         call.kv_scale.value,
         num_sms(call.q.device),

@@ -183,6 +183,8 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         bf16=_MLA,
         fp16_dim512_length=replace(_MLA, dtype="fp16", head_dim=512, length=True),
         fp8=replace(_MLA, dtype="fp8_e4m3"),
+        bf16_split=replace(_MLA, split=True),
+        fp8_split_length_sink=replace(_MLA, dtype="fp8_e4m3", length=True, sink=True, split=True),
         fp8_dim512_scales_sink=replace(_MLA, dtype="fp8_e4m3", head_dim=512, sink=True, q_scale=True, kv_scale=True),
     ),
 }

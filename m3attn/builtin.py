@@ -353,6 +353,7 @@ def add_builtin_implementations() -> None:
             "sparse_mla_prefill",
             "sparse_mla_sm90",
             "sparse_prefill_sm90",
+            scratch=True,
             fp8_archs=("sm_90",),
             modes=("bf16", "fp16", "fp8_pv"),
             equal_head_dims=False,

@@ -20,6 +20,7 @@ from simulator import ORDERS, simulated
 import m3attn
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import sparse_mla_sm90
+from m3attn.dsl_kernels.sparse_mla_sm90 import num_splits, part_bytes
 from m3attn.dtypes import E4M3
 from m3attn.reference.numerics import indexable
 from m3attn.testing.bounds import product_error
@@ -44,8 +45,9 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of three thread blocks takes one query after another."""
+    """Each of three thread blocks takes one query after another, and all of its indices."""
     monkeypatch.setattr(sparse_mla_sm90, "num_sms", lambda device: 3)
+    monkeypatch.setattr(sparse_mla_sm90, "MAX_PIECES", 1)
 
 
 def run(inputs: SparseMlaInputs, order: str = "eager", edit: Callable[[str], str] | None = None, **changes: Any) -> Results:
@@ -77,7 +79,8 @@ def marked(listed: list[SparseMlaCase]) -> list:
 
 
 @pytest.mark.parametrize("case", marked(xs_sparse_mla()))
-def test_matrix(case: SparseMlaCase) -> None:
+def test_matrix(case: SparseMlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_mla_sm90, "MAX_PIECES", 128)
     skip_if_declined("sparse_mla_prefill", KEY, case.problem(ARCH))
     check(sparse_mla_inputs(case, "cpu"), case.mode)
 
@@ -113,6 +116,28 @@ def test_tiles_without_a_valid_token(mode: str) -> None:
         for tile in empty:
             inputs.indices[query, 0, tile * 64 : (tile + 1) * 64] = -1
     check(inputs, mode)
+
+
+@BOTH
+def test_queries_in_parts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four parts of up to three tiles; some have none, or none that is valid."""
+    monkeypatch.setattr(sparse_mla_sm90, "MAX_PIECES", 24)
+    inputs = sparse_mla_inputs(replace(BASE, queries=6, heads=5, topk=530, tokens=600, mode=mode, length=True, sink=True), "cpu")
+    assert num_splits(6, 5, 530, limit=1 << 30) == 4
+    inputs.options["topk_length"].copy_(torch.tensor([530, 530, 1, 64, 200, 390]))
+    inputs.indices[5, 0, 128:320] = -1
+    check(inputs, mode)
+
+
+def test_how_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as keep the GPU busy, of two tiles at least, within the workspace."""
+    monkeypatch.setattr(sparse_mla_sm90, "MAX_PIECES", 128)
+    assert [num_splits(s, 128, 2_048, 1 << 30) for s in (1, 2, 4, 16, 32, 64, 4_096)] == [16, 16, 16, 4, 2, 1, 1]
+    assert [num_splits(1, 64, k, 1 << 30) for k in (1, 128, 255, 256, 1_024)] == [1, 1, 1, 2, 8]
+    for limit in (0, 300_000, 600_000, 1 << 20):
+        splits = num_splits(1, 128, 2_048, limit)
+        assert splits == 1 or part_bytes(splits, 1, 128) <= limit
+        assert part_bytes(splits + 1, 1, 128) > limit
 
 
 @BOTH
