@@ -28,12 +28,12 @@ ARCHS = {"cute_sm90": "sm_90", "cute_sm100": "sm_100"}
 
 
 def cases(stage: str, listed: list):
-    """For each key that has the stage. A quarter of the cases in every run; the others are slow."""
+    """For each key that has the stage. Every sixth case in every run, other ones for each key; the rest are slow."""
     marked = [
-        pytest.param(key, case, id=f"{key}-{case.id}", marks=[pytest.mark.slow] if number % 4 else [])
-        for key in ARCHS
+        pytest.param(key, case, id=f"{key}-{case.id}", marks=[pytest.mark.slow] if number % 6 else [])
+        for start, key in enumerate(ARCHS)
         if registry.find(stage, key) is not None
-        for number, case in enumerate(listed)
+        for number, case in enumerate(listed, start)
     ]
     return pytest.mark.parametrize(("key", "case"), marked)
 
