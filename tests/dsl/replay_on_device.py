@@ -6,7 +6,7 @@ A quarter of the small cases of the matrix run in the interpreter, every launch 
 GPU runs the same machine code on the same memory. The two halves can also run apart, the first on any machine with the `cute` extra, the second
 where there are numpy and a driver:
 
-    python tests/dsl/replay_on_device.py --capture FOLDER --key cute_sm100
+    python tests/dsl/replay_on_device.py --capture FOLDER --arch sm_100a
     python tests/dsl/replay_on_device.py --replay FOLDER
 """
 
@@ -30,21 +30,22 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ptx
 
 import replay
 
-ARCHS = {"cute_sm90": "sm_90", "cute_sm100": "sm_100"}
-KEYS = {(9, 0): "cute_sm90", (10, 0): "cute_sm100"}
+KEYS = {"sm_90a": "cute_sm90", "sm_100a": "cute_sm100", "sm_103a": "cute_sm100"}
 LIMITS = {"int32": 0.0, "float32": 2.0**-9, "bfloat16": 2.0**-7, "float16": 2.0**-7}
 """The largest difference that passes, as a fraction of the largest value: ids are equal; sums are taken in another order, and 16-bit results may
 round to a neighbour."""
 DTYPES = "dtypes.json"
 
 
-def saved_cases(key: str, every: int) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
-    """(name, a call that returns its output tensors) for every n-th case of each stage that the key takes."""
+def saved_cases(arch: str, every: int) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
+    """(name, a call that returns its output tensors) for every n-th case of each stage that the kernels for `arch` take."""
     import m3attn
     from m3attn import registry
     from m3attn.choice import reasons_against
     from m3attn.testing.cases import tile_attention, tile_index, tile_select
     from m3attn.testing.inputs import attention_inputs, index_inputs, select_inputs
+
+    key = KEYS[arch]
 
     def index_score(case: Any) -> list[Any]:
         inputs = index_inputs(case, "cpu")
@@ -68,18 +69,18 @@ def saved_cases(key: str, every: int) -> Iterator[tuple[str, Callable[[], list[A
         if implementation is None:
             continue
         for case in cases()[::every]:
-            if not reasons_against(implementation, case.problem(ARCHS[key])):
+            if not reasons_against(implementation, case.problem(arch.removesuffix("a"))):
                 yield f"{stage.__name__}-{case.id}", lambda stage=stage, case=case: stage(case)
 
 
-def capture(folder: Path, key: str, every: int) -> None:
+def capture(folder: Path, arch: str, every: int) -> None:
     """Fill `folder` with the launches of the cases, and with the dtypes of what they return."""
     from simulator import simulated
 
     dtypes: dict[str, dict[str, str]] = {}
-    for name, call in saved_cases(key, every):
+    for name, call in saved_cases(arch, every):
         tag = re.sub(r"[^\w.-]+", "_", name) + "-"
-        with simulated(arch=f"{ARCHS[key]}a", capture=folder, tag=tag):
+        with simulated(arch=arch, capture=folder, tag=tag):
             outputs = call()
         dtypes[tag] = {str(tensor.untyped_storage().data_ptr()): str(tensor.dtype).removeprefix("torch.") for tensor in outputs}
         print(f"captured {name}", flush=True)
@@ -177,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capture", type=Path, metavar="FOLDER", help="only save launches there")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="only run those saved there, or one file")
-    parser.add_argument("--key", choices=ARCHS, help="default: that of the GPU")
+    parser.add_argument("--arch", choices=KEYS, help="default: that of the GPU")
     parser.add_argument("--every", type=int, default=4, metavar="N", help="every n-th case (default 4)")
     chosen = parser.parse_args(arguments)
     if chosen.replay is not None and chosen.replay.suffix == ".npz":
@@ -185,19 +186,19 @@ def main(arguments: list[str] | None = None) -> int:
         print(line)
         return 0 if agrees else 1
     if chosen.capture is not None:
-        if chosen.key is None:
-            parser.error("--capture: name the kernels by --key")
-        capture(chosen.capture, chosen.key, chosen.every)
+        if chosen.arch is None:
+            parser.error("--capture: name the architecture by --arch")
+        capture(chosen.capture, chosen.arch, chosen.every)
         return 0
     name, capability = device()
     print(name, "compute capability", ".".join(map(str, capability)))
     if chosen.replay is not None:
         return 0 if replay_folder(chosen.replay) else 1
-    key = chosen.key or KEYS.get(capability)
-    if key is None:
-        parser.error(f"there are no kernels for compute capability {capability[0]}.{capability[1]}; --key names some")
+    arch = f"sm_{capability[0]}{capability[1]}a"
+    if arch not in KEYS:
+        parser.error(f"there are no kernels for {arch}, only for {', '.join(KEYS)}")
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, __file__, "--capture", folder, "--key", key, "--every", str(chosen.every)], check=True)
+        subprocess.run([sys.executable, __file__, "--capture", folder, "--arch", arch, "--every", str(chosen.every)], check=True)
         return 0 if replay_folder(Path(folder)) else 1
 
 

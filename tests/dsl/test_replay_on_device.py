@@ -1,7 +1,11 @@
 """The script that compares a GPU with the interpreter, up to the driver: one that is made of host memory stands for it."""
 
+import contextlib
 import ctypes
+import io
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +17,7 @@ need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 import replay_on_device
 from replay_on_device import DTYPES, LIMITS, capture, compare, main, replay, replay_file
 
-KEYS = ("cute_sm90", "cute_sm100")
+ARCHS = ("sm_90a", "sm_100a")
 
 
 class HostDriver(replay.Driver):
@@ -39,20 +43,20 @@ class HostDriver(replay.Driver):
                 ctypes.memmove(place, image.ctypes.data, len(image))
 
 
-@pytest.fixture(scope="module", params=KEYS)
+@pytest.fixture(scope="module", params=ARCHS)
 def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     cases = list(replay_on_device.saved_cases(request.param, every=12))
     chosen = [next(case for case in cases if case[0].startswith(stage)) for stage in ("index_topk", "select_blocks")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay_on_device, "saved_cases", lambda key, every: chosen)
+        patch.setattr(replay_on_device, "saved_cases", lambda arch, every: chosen)
         capture(folder, request.param, every=12)
     return folder
 
 
 def test_every_stage_has_cases() -> None:
-    for key in KEYS:
-        stages = {name.split("-")[0] for name, _ in replay_on_device.saved_cases(key, every=4)}
+    for arch in ARCHS:
+        stages = {name.split("-")[0] for name, _ in replay_on_device.saved_cases(arch, every=4)}
         assert stages == {"index_score", "index_topk", "select_blocks", "sparse_attention"}
 
 
@@ -105,7 +109,37 @@ def test_limits_of_rounding(dtype: str, storage: type) -> None:
     assert not compare(before, expected, image([1, float("nan"), float("-inf"), 9]), dtype).agrees
 
 
-def test_capture_names_its_kernels(capsys: pytest.CaptureFixture) -> None:
+def test_capture_names_its_architecture(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         main(["--capture", "somewhere"])
-    assert "--capture: name the kernels by --key" in capsys.readouterr().err
+    assert "--capture: name the architecture by --arch" in capsys.readouterr().err
+
+
+def test_the_one_command(captured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """With a driver of host memory in the place of the GPU's, and launches that are there already in that of new ones."""
+    arch = next(arch for arch in ARCHS if captured.name.startswith(arch))
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        if "--capture" in command:
+            assert command[command.index("--arch") + 1] == arch
+            shutil.copytree(captured, command[command.index("--capture") + 1], dirs_exist_ok=True)
+            return subprocess.CompletedProcess(command, 0)
+        path = Path(command[-1])
+        monkeypatch.setattr(replay, "Driver", lambda: HostDriver(dict(np.load(path))))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            code = main(command[2:])
+        return subprocess.CompletedProcess(command, code, printed.getvalue(), "")
+
+    monkeypatch.setattr(replay_on_device, "device", lambda: ("A GPU, CUDA 13.0", tuple(map(int, (arch[3:-2], arch[-2])))))
+    monkeypatch.setattr(replay_on_device.subprocess, "run", run)
+    assert main([]) == 0
+    _, *launches, last = capsys.readouterr().out.splitlines()
+    assert len(launches) == len(list(captured.glob("*.npz"))) and all(line.startswith("agrees: ") for line in launches)
+    assert last == f"{len(launches)} of {len(launches)} launches agree with the interpreter"
+
+
+def test_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(replay_on_device, "device", lambda: ("An older GPU", (8, 0)))
+    with pytest.raises(SystemExit):
+        main([])
+    assert "there are no kernels for sm_80a" in capsys.readouterr().err
