@@ -10,8 +10,10 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint8, const_expr
+from cutlass.base_dsl.arch import Arch
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import BaseDSL
 
 from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
@@ -213,6 +215,8 @@ class SparseDecode:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, cute.slice_(s_layout, (None, None, 0)), box)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, cute.slice_(s_layout, (None, None, 0)), box)
         tiles = cute.ceil_div(max_seqlen_q, self.variant.tokens) * mSeqLens.shape[0]
+        # For SM100 ptxas needs more than the 168 registers of two CTAs a multiprocessor.
+        spills = self.is_fp8 and BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_100a
         mToOut, mToLse, mToSink = mOut, mLse, mSink
         if const_expr(self.variant.splits > 1):
             (mToOut, mToLse), mToSink = partials(mWork, splits, mOut), None
@@ -245,7 +249,7 @@ class SparseDecode:
             block=(self.threads, 1, 1),
             stream=stream,
             # Without the first ptxas takes what registers it likes, and does not give them from warpgroup to warpgroup.
-            min_blocks_per_mp=1 if self.is_wide else 2,
+            min_blocks_per_mp=1 if self.is_wide or spills else 2,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
