@@ -26,7 +26,6 @@ from m3attn.dsl_kernels.sparse_prefill_sm90 import (
     ALL_ENDS,
     BLOCK,
     DTYPES,
-    LAZY_LOG2,
     LN2,
     LOG2E,
     MAX_TILE_IDS,
@@ -50,6 +49,7 @@ STEP = 32
 PRODUCTS, WEIGHTS, OUTPUTS = 0, BLOCK // 2, 2 * BLOCK
 """Columns of tensor memory: the first half's. The other's products, and the weights that take their place, are BLOCK further on, outputs head_dim."""
 TENSOR_COLUMNS = 512
+LAZY_LOG2 = 8.0
 SHARED_BYTES = 208 * 1024
 """Of shared memory, for pages and rows."""
 FEW_REGISTERS, MANY_REGISTERS = (24, 240), (48, 232)
@@ -526,8 +526,9 @@ class SparsePrefillSm100(SparsePrefillSm90):
         if const_expr(self.variant.negative_scale):
             rS.store(-rS.load())
         if const_expr(limit is not None):
-            for i in cutlass.range_constexpr(BLOCK):
-                rS[i] = rS[i] if i < limit else -Float32.inf
+            for step in cutlass.range_constexpr(BLOCK // STEP):
+                for i in cutlass.range_constexpr(STEP):
+                    rS[step * STEP + i] = rS[step * STEP + i] if step * STEP + i < limit else -Float32.inf
         peak = rS.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         new_max = cute.arch.fmax(row_max, peak)
         # Weights up to 2 ** LAZY_LOG2 are exact enough in 16 bits: a maximum that grows by less stays, and so does the output so far.
