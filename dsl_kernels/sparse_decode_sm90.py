@@ -291,8 +291,8 @@ class SparseDecode:
 
         smem = cutlass.memory.SmemAllocator()
         stages = Stages(smem.allocate(self.buffer_bytes, 1024), *(smem.allocate_array(cutlass.Int64, variant.stages) for _ in range(3)))
-        lists = (smem.allocate_tensor(Int32, cute.make_layout(self.num_ids), warp_mma.CHUNK_BYTES) for _ in range(5))
-        blocks = BlockList(*lists, smem.allocate_tensor(Int32, cute.make_layout(1), 4))
+        ids, keys, distinct, pages, members = (smem.allocate_tensor(Int32, cute.make_layout(self.num_ids), warp_mma.CHUNK_BYTES) for _ in range(5))
+        blocks = BlockList(ids, keys, distinct, pages, members, smem.allocate_tensor(Int32, cute.make_layout(1), 4))
         per_row = cute.make_layout((variant.key_warps, self.rows))
         statistics = Statistics(*(smem.allocate_tensor(Float32, per_row, 4) for _ in range(2)))
 
