@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from m3attn.calls import IndexTopkCall
-from m3attn.dsl_kernels.select_blocks_sm90 import select_rows
+from m3attn.dsl_kernels.select_blocks import select_rows
 from m3attn.workspace import WorkShape, carve
 
 

@@ -18,7 +18,7 @@ from m3attn.dsl_kernels import (
     index_score_sm90,
     index_score_sm100,
     index_score_work,
-    select_blocks_sm90,
+    select_blocks,
     sparse_decode_sm90,
     sparse_mla_sm90,
     sparse_prefill_by_block_sm90,
@@ -79,7 +79,7 @@ _FP8: dict[str, Any] = dict(qk_dtype="fp8_e4m3", v_dtype="fp16")
 _FP16: dict[str, Any] = dict(qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16")
 _DEVICE_SCALES: dict[str, Any] = dict(q_scale=True, k_scale=True, v_scale=True)
 _SCORE = index_score_work.Variant("bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
-_SELECT = select_blocks_sm90.Variant(width=16, lanes=8, vector=True)
+_SELECT = select_blocks.Variant(width=16, lanes=8, vector=True)
 _MLA = sparse_mla_sm90.Variant("bf16", head_dim=576, length=False, sink=False, q_scale=False, kv_scale=False)
 
 
@@ -140,7 +140,7 @@ _DECODE = _named(
 )
 
 _SELECTION = _named(
-    select_blocks_sm90.KERNEL,
+    select_blocks.KERNEL,
     prefill=_SELECT,
     decode=replace(_SELECT, lanes=32),
     short_width32=replace(_SELECT, width=32, lanes=4),

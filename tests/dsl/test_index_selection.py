@@ -13,9 +13,9 @@ from simulator import simulated
 
 from m3attn.batch import PagedBatch
 from m3attn.calls import IndexTopkCall, SelectBlocksCall
-from m3attn.dsl_kernels import select_blocks_sm90
+from m3attn.dsl_kernels import select_blocks as kernel
 from m3attn.dsl_kernels.index_topk_sm90 import index_topk, workspace_bytes
-from m3attn.dsl_kernels.select_blocks_sm90 import bitonic_merge, select_blocks, sorting_network
+from m3attn.dsl_kernels.select_blocks import bitonic_merge, select_blocks, sorting_network
 from m3attn.reference.index import select_blocks as reference
 from m3attn.scales import UNIT
 from m3attn.testing.cases import SCORE_KINDS, IndexCase, SelectCase, Step
@@ -53,7 +53,7 @@ def test_networks_sort(n: int) -> None:
 @pytest.mark.parametrize("lanes", [4, 8, 16, 32])
 @pytest.mark.parametrize("kind", SCORE_KINDS)
 def test_every_way_of_sharing_a_row(kind: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select_blocks_sm90, "lanes_override", lanes)
+    monkeypatch.setattr(kernel, "lanes_override", lanes)
     case = SelectCase(WIDE, num_heads=1, scores=kind)
     scores, batch, selection = select_inputs(case, "cpu")
     assert torch.equal(run(scores, batch, buffer(case), **selection, order="random"), reference(scores, batch, **selection))
@@ -62,7 +62,7 @@ def test_every_way_of_sharing_a_row(kind: str, lanes: int, monkeypatch: pytest.M
 @pytest.mark.parametrize(("topk", "init_blocks", "local_blocks"), [(1, 0, 0), (16, 2, 3), (17, 0, 1), (33, 40, 1), (64, 0, 0), (64, 3, 2)])
 @pytest.mark.parametrize("lanes", [4, 32])
 def test_every_width(topk: int, init_blocks: int, local_blocks: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select_blocks_sm90, "lanes_override", lanes)
+    monkeypatch.setattr(kernel, "lanes_override", lanes)
     case = SelectCase(WIDE, num_heads=1, topk=topk, init_blocks=init_blocks, local_blocks=local_blocks, scores="few_values")
     scores, batch, selection = select_inputs(case, "cpu")
     assert torch.equal(run(scores, batch, buffer(case), **selection), reference(scores, batch, **selection))
@@ -88,7 +88,7 @@ def test_all_large_scores_in_one_lane() -> None:
 
 @pytest.mark.parametrize("lanes", [8, 32])
 def test_nan_is_chosen_before_a_later_infinity(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select_blocks_sm90, "lanes_override", lanes)
+    monkeypatch.setattr(kernel, "lanes_override", lanes)
     scores = torch.full((1, 1, 40), float("-inf"))
     scores[..., 1::3] = float("nan")
     scores[..., [9, 30]] = torch.tensor([-1e-45, 2.0])

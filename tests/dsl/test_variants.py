@@ -59,7 +59,7 @@ EXPECTED: dict[str, Expected] = {
     "index_score_sm90": Expected(1),
     "index_score_sm100": Expected(1, "tcgen05.mma"),
     "sparse_prefill_sm100": Expected(2, "tcgen05.mma"),
-    "select_blocks_sm90": Expected(0, tma=False, why="a selection multiplies nothing, and reads rows of any stride"),
+    "select_blocks": Expected(0, tma=False, why="a selection multiplies nothing, and reads rows of any stride"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The selection for Hopper: for every (KV group, query token) the K best blocks of its scores, exactly and in ascending order.
+"""The selection, for Hopper and Blackwell: for every (KV group, query token) the K best blocks of its scores, exactly and in ascending order.
 
 A few lanes of a warp share a row. First the K-th largest score: each lane sorts `width` of the row's scores at a time by a network, keeps the largest
 `width` it has seen, and the lanes merge what they kept, halving each one's part at every merge. No step depends on the values. Then the row is read
@@ -85,7 +85,7 @@ def assign(tensor: cute.Tensor, values: list[Float32]) -> None:
         tensor[i] = value
 
 
-class SelectBlocksSm90:
+class SelectBlocks:
     def __init__(self, variant: Variant) -> None:
         self.width, self.lanes, self.vector = variant.width, variant.lanes, variant.vector
         self.short_cut = self.lanes == 32 and self.width <= 32
@@ -387,7 +387,7 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
 
     heads, requests = cute.sym_int(), cute.sym_int()
     score_strides = (*symbols(2, divisibility), 1 if variant.vector else cute.sym_int64())
-    return SelectBlocksSm90(variant), (
+    return SelectBlocks(variant), (
         make_fake_tensor(Float32, (heads, cute.sym_int(), cute.sym_int()), score_strides, assumed_align=4 * divisibility),
         make_fake_tensor(Int32, (heads, cute.sym_int(), cute.sym_int()), symbols(3), assumed_align=4),
         make_fake_tensor(Int32, (requests,), (1,), assumed_align=4),
@@ -397,7 +397,7 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     )
 
 
-KERNEL = CuteKernel("select_blocks_sm90", build, sources=[__file__, index_rows.__file__])
+KERNEL = CuteKernel("select_blocks", build, sources=[__file__, index_rows.__file__])
 lanes_override: int | None = None
 """Forces the lanes of a row; a tuner's hook."""
 
