@@ -13,13 +13,13 @@ from m3attn.dsl_kernels.common.kernels import CuteKernel
 
 
 @contextmanager
-def recorded() -> Iterator[list[tuple[CuteKernel, Any]]]:
-    """Inside the block launches on CPU tensors do nothing; yields the list of (kernel, variant) asked for."""
+def recorded(arch: str = "sm_90a") -> Iterator[list[tuple[CuteKernel, Any]]]:
+    """Inside the block every device counts as `arch`, and launches on CPU tensors do nothing; yields the list of (kernel, variant) asked for."""
     asked: list[tuple[CuteKernel, Any]] = []
 
     def get(kernel: CuteKernel, variant: Any, device: object) -> Any:
         asked.append((kernel, variant))
         return lambda *arguments: None
 
-    with simulated(), mock.patch.object(CuteKernel, "get", get):
+    with simulated(arch=arch), mock.patch.object(CuteKernel, "get", get):
         yield asked

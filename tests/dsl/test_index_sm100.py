@@ -11,13 +11,14 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
-from simulator import ORDERS, simulated
+from simulator import ORDERS, artifacts, simulated
 
 from m3attn.calls import IndexScoreCall, IndexTopkCall
 from m3attn.dsl_kernels import index_score_sm100
 from m3attn.dsl_kernels.index_score_sm100 import index_score, rows_of_tile
 from m3attn.dsl_kernels.index_score_work import tokens_of_tile
 from m3attn.dsl_kernels.index_topk_sm100 import index_topk, workspace_bytes
+from m3attn.dsl_kernels.variants import SM100
 from m3attn.reference.index import index_score as reference
 from m3attn.reference.index import select_blocks
 from m3attn.scales import UNIT
@@ -139,6 +140,12 @@ def test_slices_of_a_workspace_give_the_same_ids(order: str) -> None:
         with simulated(order, arch=ARCH):
             index_topk(IndexTopkCall(inputs.index_q, inputs.cache.index_key(), inputs.batch, 3, 0, 1, UNIT, UNIT, out, workspace))
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bf16", "f16"), ("fp8", "f8f6f4"), ("fp16_heads3_page16", "f16")])
+def test_the_kind_of_its_product(name: str, kind: str) -> None:
+    found = artifacts(*SM100[f"index_score-{name}"], "sm_100")
+    assert set(re.findall(r"tcgen05\.mma\.\S*kind::(\w+)", found.ptx)) == {kind}
 
 
 def place(ptx: str, pattern: str, number: int = 0) -> re.Match[str]:

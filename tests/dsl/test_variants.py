@@ -210,14 +210,15 @@ def m3_batch(requests: int, queries: int) -> m3attn.PagedBatch:
 
 @pytest.mark.parametrize(("requests", "queries"), [(1, 4_096), (2, 2_048), (1, 1), (16, 1), (128, 1), (1, 4)])
 @pytest.mark.parametrize("mode", ["bf16", "widen_e4m3", "fp8"])
-def test_what_m3_calls_is_named(mode: str, requests: int, queries: int) -> None:
+@pytest.mark.parametrize(("key", "arch"), [("cute_sm90", "sm_90"), ("cute_sm100", "sm_100")])
+def test_what_m3_calls_is_named(key: str, arch: str, mode: str, requests: int, queries: int) -> None:
     """Attention and selection at M3's 64 heads over 4 groups: whatever a call takes is in the list."""
     q_dtype, kv_dtype = MODES[mode]
     batch, tokens = m3_batch(requests, queries), requests * queries
     ids = torch.zeros(4, tokens, 16, dtype=torch.int32)
-    with recorded() as asked, mock.patch.object(widen_pages, "widen_pages"):
+    with recorded(f"{arch}a") as asked, mock.patch.object(widen_pages, "widen_pages"):
         cache = m3attn.LayerCache(kv=torch.zeros(1, 4, 128, 256, dtype=kv_dtype), index_k=torch.zeros(1, 128, 128, dtype=q_dtype))
-        m3attn.sparse_attention(torch.zeros(tokens, 64, 128, dtype=q_dtype), cache, ids, batch, impl="cute_sm90")
-        m3attn.index_topk(torch.zeros(tokens, 4, 128, dtype=q_dtype), cache, batch, impl="cute_sm90")
+        m3attn.sparse_attention(torch.zeros(tokens, 64, 128, dtype=q_dtype), cache, ids, batch, impl=key)
+        m3attn.index_topk(torch.zeros(tokens, 4, 128, dtype=q_dtype), cache, batch, impl=key)
     assert len(asked) >= 3
-    assert [(kernel.name, variant) for kernel, variant in asked if (kernel, variant) not in VARIANTS["sm_90"].values()] == []
+    assert [(kernel.name, variant) for kernel, variant in asked if (kernel, variant) not in VARIANTS[arch].values()] == []
