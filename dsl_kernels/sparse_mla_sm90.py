@@ -39,6 +39,8 @@ LINES = LATENT // LINE + 1
 """The last line holds the rotated dims until they have met the queries, and then the tile's weights."""
 WARP_TOKENS = TOKENS // 4
 VALUE_STAGES = 2
+L2_BYTES = 128
+"""What the L2 cache fetches from memory for a copy of 16 bytes."""
 MERGE_THREADS = 128
 WEIGHT_SCALE_E4M3 = 256.0
 """Weights of at most 1 lose less in e4m3 above its denormals."""
@@ -335,7 +337,7 @@ class SparseMlaSm90:
                 copied_row = row + i * self.copied_tokens
                 place = destination + (line * (TOKENS * LINE) + self.chunk_offset(copied_row, chunk))
                 cute.arch.inline_ptx(
-                    "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
+                    f"cp.async.cg.shared.global.L2::{L2_BYTES}B [{{$r0}}], [{{$r1}}], 16, {{$r2}};",
                     read_only_args=[place.toint(), sources[i] + (line * LINE * self.dtype.width // 8 + chunk * 16), sizes[i]],
                 )
 
@@ -447,9 +449,10 @@ class SparseMlaSm90:
                 warpgroup.wait_group(1)
                 self.release_keys(parts, count)
                 rescale = self.weigh(rS, row_max, row_sum, sValid, count, scale_log2)
+                # Its stores keep ptxas from moving the wait for the values' product before the softmax.
+                self.publish(rS, row_max, sTiles, sMax, count, weights, half)
                 warpgroup.wait_group(0)
                 self.release(parts, values, count - 1, half)
-                self.publish(rS, row_max, sTiles, sMax, count, weights, half)
                 self.rescale_output(rO, rescale)
                 self.multiply_values(pv_mma, rO, tOrP, tOrV, count, weights, values)
                 warpgroup.wait_group(0)
