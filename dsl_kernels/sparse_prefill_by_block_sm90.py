@@ -72,8 +72,6 @@ class Variant:
     v_scale: bool
     negative_scale: bool
     aligned: bool
-    ping_pong: bool = False
-    lazy: bool = False
 
 
 class SparsePrefillByBlockSm90(SparsePrefillSm90):

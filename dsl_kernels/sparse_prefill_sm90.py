@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -36,13 +35,12 @@ HALF_ROWS = 64
 WARPGROUP = 128
 MAX_TILE_TOKENS = 32
 """One bit of a word a token."""
-DEFERRED_SHARE = 0.58
-"""A tile is deferred where it has more different blocks than this share of its ids: where fewer than 1.7 of its tokens share a block."""
+DEFERRED_SHARE = 0.75
+"""A tile is deferred where it has more different blocks than this share of its ids: where fewer than 1.3 of its tokens share a block."""
 MAX_TILE_IDS = 512
 """Ids of a tile that the merging warp keeps in registers, 16 a lane."""
 NO_BLOCK = -1
 NO_POSITION = -(1 << 30)
-LAZY_LOG2 = 8.0
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
@@ -85,13 +83,6 @@ class Variant:
     negative_scale: bool
     aligned: bool
     defers: bool
-    anchored: bool = True
-    lazy: bool = False
-    late_values: bool = False
-    early_free: bool = False
-    skips: bool = True
-    early_keys: bool = False
-    ping_pong: bool = False
 
 
 @dataclass(frozen=True)
@@ -302,7 +293,7 @@ class SparsePrefillSm90:
         sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
         sRows = smem.allocate_tensor(cutlass.Uint8, cute.make_layout((HALF_ROWS * self.row_bytes, 2)), 1024)  # [bytes, halves]
         sEntry = smem.allocate_tensor(Int32, cute.make_layout((8, self.stages)), 16)
-        sSums = smem.allocate_tensor(Float32, cute.make_layout((2 * WARPGROUP, 2)), 16)
+        sWords = smem.allocate_tensor(Float32, cute.make_layout((2 * WARPGROUP, 2)), 16)
         barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(4 * self.stages + 1), 8).iterator
         keys = Ring(barriers, barriers + self.stages, self.stages)
         values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
@@ -360,7 +351,7 @@ class SparsePrefillSm90:
                 sV,
                 sRows,
                 sEntry,
-                sSums,
+                sWords,
                 keys,
                 values,
                 warp // 4 - 1,
@@ -461,15 +452,13 @@ class SparsePrefillSm90:
                 self.load_keys(k_atom, tKgK, tKsK, page, stage, keys, has_keys)
                 num_keys = seq_len - block * BLOCK
                 tensors = v_atom, tVgV, tVsV, sV
-                if const_expr(self.variant.late_values):
-                    if not is_first:
-                        last_page_phase = self.load_values(*tensors, earlier_page, count - 1, values, earlier_keys, True, last_page, last_page_phase)
-                    is_first = Boolean(False)
-                    earlier_page, earlier_keys = page, num_keys
-                    if not unfinished:
-                        last_page_phase = self.load_values(*tensors, page, count, values, num_keys, has_keys, last_page, last_page_phase)
-                else:
+                # Values one block behind keys, as they are needed: the keys after them do not wait for the stage that these take.
+                if not is_first:
+                    last_page_phase = self.load_values(*tensors, earlier_page, count - 1, values, earlier_keys, True, last_page, last_page_phase)
+                if not unfinished:
                     last_page_phase = self.load_values(*tensors, page, count, values, num_keys, has_keys, last_page, last_page_phase)
+                is_first = Boolean(False)
+                earlier_page, earlier_keys = page, num_keys
                 count += 1
                 block, bits, page = next_block, next_bits, next_page
             work = next_work
@@ -675,7 +664,7 @@ class SparsePrefillSm90:
         sV: cute.Tensor,
         sRows: cute.Tensor,
         sEntry: cute.Tensor,
-        sSums: cute.Tensor,
+        sWords: cute.Tensor,
         keys: Ring,
         values: Ring,
         half: Int32,
@@ -685,8 +674,6 @@ class SparsePrefillSm90:
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row = self.first_row_of_thread()
         half_tokens = Int32((1 << tile.half_tokens) - 1) << (half * tile.half_tokens)
-        if const_expr(not self.variant.skips):
-            half_tokens = Int32(-1)
         scale_log2 = key_scale * LOG2E
         if const_expr(self.variant.negative_scale):
             scale_log2 = -scale_log2
@@ -696,10 +683,8 @@ class SparsePrefillSm90:
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
 
-        if const_expr(self.variant.ping_pong):
-            if half == 1:
-                self.end_turn(half)
-        sSums[half * WARPGROUP + thread, 1] = scale_log2
+        sWords[half * WARPGROUP + thread, 0] = scale_log2
+        own_words = sWords[half * WARPGROUP + thread, None].iterator
         rChunks = self.query_chunks()
         count = Int32(0)
         keys.wait_full(count)
@@ -731,35 +716,23 @@ class SparsePrefillSm90:
                     keys.release(count)
                     values.wait_full(count)
                     values.release(count)
-                    self.await_turn(half)
-                    self.end_turn(half)
                     has_block, has_tiles = end == MORE, end != ALL_ENDS
                     count += 1
                     block, bits, end = self.next_entry(sEntry, keys, count, block, bits, end)
                 is_ours = has_block and (bits & half_tokens) != 0
                 if is_ours and pending >= 0 and block < whole_blocks:
                     values.wait_full(pending)
-                    self.await_turn(half)
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
                     self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
-                    self.end_turn(half)
                     warpgroup.wait_group(1)
                     keys.release(count)
-                    block_scale = scale_log2
-                    if const_expr(self.variant.early_keys):
-                        # From shared memory, which keeps ptxas from freeing the keys after the softmax.
-                        own_scale = sSums[half * WARPGROUP + thread, None].iterator + 2 * WARPGROUP
-                        block_scale = cute.arch.load(own_scale.llvm_ptr, Float32, sem="relaxed", scope="cta", ss="cta")
-                    if const_expr(self.variant.early_free):
-                        free_values = partial(self.free_values, values, pending, sSums, half * WARPGROUP + thread, row_sum)
-                        rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, block_scale, False, free_values)
-                    else:
-                        rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, block_scale, masked=False)
-                        if const_expr(self.variant.anchored):
-                            # Nobody reads it: a store that needs all weights keeps ptxas from moving the wait for the product before the softmax.
-                            sSums[half * WARPGROUP + thread, 0] = row_sum[0] + row_sum[1]
-                        warpgroup.wait_group(0)
-                        values.release(pending)
+                    # ptxas moves both across arithmetic: freeing keys to after the softmax, and waiting for values to before it. A scale read from
+                    # shared memory after the one, and sums stored before the other, keep them in their places.
+                    block_scale = cute.arch.load(own_words.llvm_ptr, Float32, sem="relaxed", scope="cta", ss="cta")
+                    rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, block_scale, masked=False)
+                    sWords[half * WARPGROUP + thread, 1] = row_sum[0] + row_sum[1]
+                    warpgroup.wait_group(0)
+                    values.release(pending)
                     pending = count
                     has_block, has_tiles = end == MORE, end != ALL_ENDS
                     count += 1
@@ -772,9 +745,7 @@ class SparsePrefillSm90:
                     values.release(pending)
                     pending = Int32(-1)
                 elif is_ours:
-                    self.await_turn(half)
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
-                    self.end_turn(half)
                     warpgroup.wait_group(0)
                     keys.release(count)
                     rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=True)
@@ -867,15 +838,6 @@ class SparsePrefillSm90:
     def token_and_head(self, row, half, kv_head):
         return half * self.tile.half_tokens + row // self.tile.group, kv_head * self.tile.group + row % self.tile.group
 
-    def await_turn(self, half):
-        """The halves start products in turns, one turn a block: one's softmax runs under the other's products."""
-        if self.variant.ping_pong:
-            cute.arch.barrier(barrier_id=3 + half, number_of_threads=2 * WARPGROUP)
-
-    def end_turn(self, half):
-        if self.variant.ping_pong:
-            cute.arch.barrier_arrive(barrier_id=4 - half, number_of_threads=2 * WARPGROUP)
-
     def sync_half(self, half):
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=WARPGROUP)
 
@@ -917,7 +879,6 @@ class SparsePrefillSm90:
         block: Int32,
         scale_log2: Float32,
         masked: cutlass.Constexpr,  # a row sees keys up to its position; else all of the block
-        after_first_row: cutlass.Constexpr = None,
     ):
         """One step of the softmax, for the rows whose token selected the block; returns what the output so far is to be multiplied by, [2]."""
         products = self.by_row(rS)
@@ -941,25 +902,14 @@ class SparsePrefillSm90:
                 shift = finite_max * scale_log2
                 rescale[r] = cute.math.exp2((old_max - finite_max) * scale_log2, fastmath=True)
             else:
-                moves = is_member
-                if const_expr(self.variant.lazy):
-                    moves = is_member and (new_max - old_max) * scale_log2 > LAZY_LOG2
-                new_max = new_max if moves else old_max
+                new_max = new_max if is_member else old_max
                 shift = new_max * scale_log2 if is_member else Float32.inf
-                rescale[r] = cute.math.exp2((old_max - new_max) * scale_log2, fastmath=True) if moves else Float32(1.0)
+                rescale[r] = cute.math.exp2((old_max - new_max) * scale_log2, fastmath=True) if is_member else Float32(1.0)
             weights = cute.math.exp2(row * scale_log2 - shift, fastmath=True)
             row_max[r] = new_max
             row_sum[r] = row_sum[r] * rescale[r] + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             products[r, None].store(weights)
-            if const_expr(after_first_row is not None and r == 0):
-                after_first_row()
         return rescale
-
-    @cute.jit
-    def free_values(self, values: Ring, pending: Int32, sSums: cute.Tensor, place: Int32, row_sum: cute.Tensor):
-        sSums[place, 0] = row_sum[0]
-        warpgroup.wait_group(0)
-        values.release(pending)
 
     @cute.jit
     def take_weights(self, rS: cute.Tensor, rP: cute.Tensor, rO: cute.Tensor, rescale: cute.Tensor):
@@ -968,14 +918,6 @@ class SparsePrefillSm90:
         flat_p = cute.make_tensor(rP.iterator, cute.make_layout(cute.size(rP)))
         flat_s = cute.make_tensor(rS.iterator, cute.make_layout(cute.size(rS)))
         flat_p.store(flat_s.load().to(self.v_dtype))
-        if const_expr(self.variant.lazy):
-            if cute.arch.vote_any_sync(rescale[0] != 1.0 or rescale[1] != 1.0):
-                self.rescale_output(rO, rescale)
-        else:
-            self.rescale_output(rO, rescale)
-
-    @cute.jit
-    def rescale_output(self, rO: cute.Tensor, rescale: cute.Tensor):
         output = self.by_row(rO)
         for r in cutlass.range_constexpr(2):
             output[r, None].store(output[r, None].load() * rescale[r])
