@@ -175,6 +175,8 @@ def without_wait(instruction: str, back: int) -> Callable[[str], str]:
 
 
 WAIT = r"mbarrier\.try_wait[^}]*?bra\.uni\s+LAB_WAIT;"
+ARRIVAL_BEFORE_MASK = r"mbarrier\.arrive\.shared[^;]*;(?=\s*\$\w+:\s*mov\.b64[^;]*;\s*setp\.gt\.s32\s+%p\d+, %r\d+, 63;)"
+IS_SEEN_BY_ALL = r"setp\.le\.s32(\s+%p\d+, %r\d+, )%r\d+;(?=\s*@%p\d+ bra[^;]*;[\s\S]{0,200}?tcgen05\.ld)"
 COMMIT = r"tcgen05\.commit\.[^;]*;"
 BROKEN = {
     "queries replace some that are in use": without_wait(r"tcgen05\.mma", 5),
@@ -183,9 +185,13 @@ BROKEN = {
     "keys are multiplied before they are there": without_wait(r"tcgen05\.mma", 2),
     "a product replaces one that is not read": without_wait(r"tcgen05\.mma", 1),
     "a product is read before it is done": without_wait(r"tcgen05\.ld", 1),
+    "an item is read before it is there": without_wait(r"tcgen05\.ld", 2),
     "a product is never said to be done": without(COMMIT, 0),
     "keys are never said to be used": without(COMMIT, 2),
     "queries are never said to be used": without(COMMIT, 3),
+    "a product is never said to be read": without(ARRIVAL_BEFORE_MASK),
+    "a query sees one key less of its own block": replaced(r"(setp\.gt\.s32\s+%p\d+, %r\d+), 2;", r"\1, 3;"),
+    "no block is masked": replaced(IS_SEEN_BY_ALL, r"setp.le.s32\g<1>2147483647;"),
     "the first step of a product adds to the last product": replaced(r"mov\.pred(\s+%p\d+), 0;(?=\s*tcgen05\.mma)", r"mov.pred\1, -1;"),
     "a step of a product is left out": without(r"tcgen05\.mma[^;]*;", 5),
     "a column is left out": replaced(r"max\.f32(\s+%\w+, %\w+, %\w+), %\w+;", r"max.f32\1;", 9),
