@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from m3attn.batch import LayerCache, PagedBatch
-from m3attn.checks import check_int, check_tensor
+from m3attn.checks import BLOCK_SIZES, check_int, check_tensor
 from m3attn.choice import for_stage
 from m3attn.rules import find_rule
 from m3attn.stages.index_score import index_score
@@ -142,6 +142,8 @@ def attend(
     check_tensor("index_q", index_q, [batch_size, length, k.shape[2], "Di"], None, q.device)
     check_tensor("index_k", index_k, [batch_size, length, index_q.shape[3]], None, q.device)
     chosen = find_rule(rule)
+    if check_int("block_size", block_size, 1) not in BLOCK_SIZES:
+        raise ValueError(f"block_size: expected one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size}")
     cache, batch = paged(k, v, index_k, block_size=block_size)
     flat_q, flat_index_q = q.flatten(0, 1), index_q.flatten(0, 1)
     if rule == "topk":

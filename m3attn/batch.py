@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,9 +72,10 @@ class PagedBatch:
         """Build from host lists; bounds default to the largest length.
 
         Raises:
+            TypeError: lengths or page ids that are no integers.
             ValueError: lists of different lengths, negative lengths, a bound below a length, or a page table too small.
         """
-        q_lens, seq_lens = [int(n) for n in q_lens], [int(n) for n in seq_lens]
+        q_lens, seq_lens = _integers("q_lens", q_lens), _integers("seq_lens", seq_lens)
         if len(q_lens) != len(seq_lens):
             raise ValueError(f"q_lens and seq_lens: expected equal lengths, got {len(q_lens)} and {len(seq_lens)}")
         for name, lens in (("q_lens", q_lens), ("seq_lens", seq_lens)):
@@ -89,6 +91,8 @@ class PagedBatch:
             raise ValueError(f"max_seqlen_k: expected at least {longest_k}, the longest of seq_lens, got {max_seqlen_k}")
         if not isinstance(page_table, torch.Tensor):
             raise TypeError(f"page_table: expected a tensor, got {type(page_table).__name__}")
+        if page_table.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"page_table: expected int32 or int64 page ids, got {page_table.dtype}")
         if page_table.dim() != 2 or page_table.shape[0] != len(q_lens):
             raise ValueError(f"page_table: expected [{len(q_lens)}, max_pages], got {tuple(page_table.shape)}")
         if page_size < 1:
@@ -111,6 +115,16 @@ class PagedBatch:
             page_size=page_size,
             block_size=block_size,
         )
+
+
+def _integers(argument: str, values: Sequence[int]) -> list[int]:
+    found = []
+    for i, value in enumerate(values):
+        try:
+            found.append(operator.index(value))
+        except TypeError:
+            raise TypeError(f"{argument}: expected integers, got {value!r} at index {i}") from None
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,6 +91,8 @@ def check_key_value(cache: object, batch: PagedBatch, device: torch.device) -> t
         raise TypeError(f"cache: expected a LayerCache, got {type(cache).__name__}")
     key, value = cache.key_value()
     for name, tensor in (("cache.k", key), ("cache.v", value)):
+        if tensor.dim() == 4 and tensor.shape[2] != batch.page_size:
+            raise ValueError(f"batch.page_size: expected {tensor.shape[2]}, the tokens of a page of {name}, got {batch.page_size}")
         check_tensor(name, tensor, ["pages", "Hkv", batch.page_size, "D"], None, device)
     return key, value
 

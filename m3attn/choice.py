@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from m3attn import registry
 from m3attn.builtin import PRIORITIES
@@ -36,7 +36,8 @@ class Explanation:
         stage, problem: what was asked.
         chosen: the key that runs, or None.
         chosen_by: `impl=`, `use(...)`, `M3ATTN_IMPL` or `auto`.
-        reasons: for each candidate in auto's order, every reason it cannot run (empty: it can).
+        reasons: for each candidate in auto's order, every reason it cannot run (empty: it can); where one was named, for that one.
+        others: the same for the stage's other implementations, which run only when they are named.
         notes: what else decided, such as a switch or a selection rule.
     """
 
@@ -46,6 +47,7 @@ class Explanation:
     chosen_by: str
     reasons: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    others: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         what = f"{self.stage} on {self.problem.arch} ({self.problem.phase}, {self.problem.mode})"
@@ -53,6 +55,7 @@ class Explanation:
         for key, reasons in self.reasons.items():
             state = "takes it" if key == self.chosen else "could run" if not reasons else "; ".join(reasons)
             lines.append(f"  {key}: {state}")
+        lines += [f"  {key}, when named: {'; '.join(reasons) or 'could run'}" for key, reasons in self.others.items()]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -61,8 +64,11 @@ def parse_choice(text: str) -> tuple[tuple[str, str], ...]:
     """`"triton"` or `"sparse_attention=triton,index_topk=reference"` -> pairs; the stage is "" for a bare key.
 
     Raises:
+        TypeError: no text.
         ValueError: an unknown stage, a malformed pair, or a key that no stage has.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"implementation choice: expected a key or stage=key pairs as text, got {type(text).__name__} {text!r}")
     pairs = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         stage, separator, key = (s.strip() for s in item.partition("="))
@@ -209,6 +215,8 @@ def auto_order(stage: str, problem: Problem) -> list[str]:
 def _explain(stage: str, problem: Problem, impl: str | None, environment: str | None, declined: tuple[str, ...] = ()) -> Explanation:
     if stage not in STAGES:
         raise ValueError(f"stage: expected one of {', '.join(STAGES)}, got {stage!r}")
+    if impl is not None and not isinstance(impl, str):
+        raise TypeError(f"impl: expected a key or stage=key pairs as text, got {type(impl).__name__} {impl!r}")
     if impl is not None and ("=" in impl or "," in impl):
         impl = _named(impl, stage)
     if impl is not None:
@@ -252,15 +260,16 @@ def explain(stage: str, problem: Problem | None = None, *, impl: str | None = No
 
     find_rule(rule)
     explanation = _explain(stage, problem, impl, os.environ.get("M3ATTN_IMPL"))
-    if stage == "index_topk" and rule != "topk":
-        note = f"rule {rule!r}: the fused stage is not used; index_score runs, then the rule"
-        explanation = Explanation(stage, problem, explanation.chosen, explanation.chosen_by, explanation.reasons, (note,))
-    return explanation
+    others = {i.key: reasons_against(i, problem) for i in registry.implementations(stage) if i.key not in explanation.reasons}
+    fused = stage == "index_topk" and rule != "topk"
+    notes = (f"rule {rule!r}: the fused stage is not used; index_score runs, then the rule",) if fused else ()
+    return replace(explanation, others=others, notes=notes)
 
 
 def m3_problem(stage: str, **fields: object) -> Problem:
     """M3's geometry for a stage at TP1 in bf16 on the architecture at hand, with `fields` replaced."""
-    from m3attn.problem import arch_of, normalise_arch
+    from m3attn.dtypes import dtype_name
+    from m3attn.problem import PHASES, arch_of, normalise_arch
 
     base: dict[str, object] = {"arch": arch_of()}
     if stage in ("qk_norm_rope_insert", "sparse_attention", "dense_attention"):
@@ -280,4 +289,12 @@ def m3_problem(stage: str, **fields: object) -> Problem:
     unknown = set(fields) - set(Problem.__dataclass_fields__)
     if unknown:
         raise ValueError(f"fields: expected fields of Problem ({', '.join(Problem.__dataclass_fields__)}), got {', '.join(sorted(unknown))}")
-    return Problem(**(base | fields))  # type: ignore[arg-type]
+    for name in ("q_dtype", "kv_dtype", "index_q_dtype", "index_dtype"):
+        if fields.get(name, "none") != "none":
+            fields[name] = dtype_name(fields[name], argument=name)  # type: ignore[arg-type]
+    problem = Problem(**(base | fields))  # type: ignore[arg-type]
+    if problem.phase not in PHASES:
+        raise ValueError(f"phase: expected one of {', '.join(PHASES)}, got {problem.phase!r}")
+    if stage in ("index_score", "index_topk", "sparse_attention") and problem.block_size % problem.page_size:
+        raise ValueError(f"page_size: expected a divisor of the block size {problem.block_size}, got {problem.page_size}")
+    return problem

@@ -101,7 +101,7 @@ def arch_of(device: torch.device | None = None) -> str:
             return "cpu"
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type != "cuda":
-        return device.type
+        raise ValueError(f"device: expected tensors on an NVIDIA GPU or the CPU, got {device.type}")
     arch = _DEVICE_ARCH.get(device)
     if arch is None:
         major, minor = torch.cuda.get_device_capability(device)

@@ -274,7 +274,8 @@ def xs_attention(*, sparse: bool) -> list[AttentionCase]:
     cases += [
         replace(base, step=step, mode=mode, num_q_heads=2, num_kv_heads=1) for step in (XS_DECODE, XS_CHUNK) for mode in MODES if mode != "fp32"
     ]
-    cases += [replace(base, mode=mode, scaled=True, sink=torch.float32) for mode in ("widen_e5m2", "fp8", "fp8_pv")]
+    cases += [replace(base, mode=mode, scaled=True, sink=torch.float32) for mode in ("bf16", "widen_e5m2", "fp8", "fp8_pv")]
+    cases += [replace(base, step=XS_PREFILL, scaled=True)]
     cases += [replace(base, step=step, sink=torch.float32, packed_q=True) for step in (XS_VERIFY, XS_PREFILL)]
     cases += [replace(base, num_q_heads=g, num_kv_heads=1) for g in (1, 3, 5, 32)]
     cases += [replace(base, layout=layout) for layout in LAYOUTS[1:]]
@@ -294,7 +295,7 @@ def tile_attention() -> list[AttentionCase]:
     cases += [
         replace(base, step=step, mode=mode, scaled=True, sink=sink, layout="packed")
         for step in (TILE_VERIFY, TILE_CHUNK)
-        for mode, sink in (("fp8", torch.bfloat16), ("widen_e4m3", torch.float32))
+        for mode, sink in (("bf16", None), ("fp8", torch.bfloat16), ("widen_e4m3", torch.float32))
     ]
     cases += [replace(base, step=step, num_q_heads=2 * g, num_kv_heads=2) for step in (TILE_DECODE, TILE_CHUNK) for g in (1, 2, 3, 4, 8, 32)]
     cases += [
@@ -321,7 +322,9 @@ def full_attention(*, sparse: bool) -> list[AttentionCase]:
     base = AttentionCase(DECODE, 64, 4, topk=topk)
     cases = [replace(base, step=step, mode=mode) for step in STEPS for mode in MODES]
     cases += [
-        replace(base, step=step, mode=mode, scaled=True) for step in (VERIFY, PREFILL) for mode in ("widen_e4m3", "widen_e5m2", "fp8", "fp8_pv")
+        replace(base, step=step, mode=mode, scaled=True)
+        for step in (VERIFY, PREFILL)
+        for mode in ("bf16", "fp16", "fp32", "widen_e4m3", "widen_e5m2", "fp8", "fp8_pv")
     ]
     cases += [
         replace(base, step=step, mode=mode, sink=sink, scaled=mode == "fp8")
@@ -364,7 +367,7 @@ def xs_index() -> list[IndexCase]:
     cases = [replace(base, step=step) for step in XS_STEPS]
     pairs = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, E4M3), (torch.float16, E4M3), (E4M3, E4M3))
     cases += [replace(base, step=step, q_dtype=q, k_dtype=k) for step in (XS_DECODE, XS_CHUNK) for q, k in (*pairs, (torch.bfloat16, torch.float16))]
-    cases += [replace(base, step=XS_VERIFY, q_dtype=E4M3, k_dtype=E4M3, scaled=True)]
+    cases += [replace(base, step=XS_VERIFY, q_dtype=d, k_dtype=d, scaled=True) for d in (torch.float32, torch.bfloat16, E4M3)]
     cases += [replace(base, num_heads=h) for h in (1, 3, 4)]
     cases += [replace(base, dim=128), *(replace(base, layout=layout) for layout in INDEX_LAYOUTS[1:])]
     cases += [replace(base, step=XS_PREFILL, topk=2, init_blocks=1, local_blocks=1), replace(base, topk=9, init_blocks=1, local_blocks=2)]
@@ -377,7 +380,7 @@ def tile_index() -> list[IndexCase]:
     floats = (torch.bfloat16, torch.float16, E4M3)
     cases = [replace(base, step=step) for step in TILE_STEPS]
     cases += [replace(base, step=step, q_dtype=q, k_dtype=k) for step in (TILE_VERIFY, TILE_CHUNK) for q in floats for k in floats]
-    cases += [replace(base, step=step, q_dtype=E4M3, k_dtype=E4M3, scaled=True) for step in (TILE_DECODE, TILE_PREFILL)]
+    cases += [replace(base, step=step, q_dtype=d, k_dtype=d, scaled=True) for step in (TILE_DECODE, TILE_PREFILL) for d in (torch.bfloat16, E4M3)]
     cases += [replace(base, step=step, num_heads=h) for step in (TILE_VERIFY, TILE_CHUNK) for h in (1, 2, 3, 8)]
     cases += [replace(base, step=step, layout=layout) for step in (TILE_DECODE, TILE_CHUNK) for layout in INDEX_LAYOUTS[1:]]
     cases += [replace(base, step=step, topk=k, init_blocks=1, local_blocks=2) for step in (TILE_DECODE, TILE_PREFILL) for k in (1, 16, 64)]
@@ -389,7 +392,7 @@ def full_index() -> list[IndexCase]:
     floats = (torch.bfloat16, torch.float16, E4M3)
     cases = [replace(base, step=step, q_dtype=d, k_dtype=d) for step in STEPS for d in (*floats, torch.float32)]
     cases += [replace(base, step=step, q_dtype=q, k_dtype=k) for step in (DECODE, PREFILL) for q in floats for k in floats]
-    cases += [replace(base, step=step, q_dtype=E4M3, k_dtype=E4M3, scaled=True) for step in (VERIFY, PREFILL)]
+    cases += [replace(base, step=step, q_dtype=d, k_dtype=d, scaled=True) for step in (VERIFY, PREFILL) for d in (*floats, torch.float32)]
     cases += [replace(base, step=step, num_heads=h) for step in (DECODE, VERIFY, VERIFY_RAGGED, PREFILL) for h in (1, 2, 3, 5, 6, 7, 8, 12)]
     cases += [replace(base, step=step, dim=64, q_dtype=d, k_dtype=d) for step in (DECODE, PREFILL) for d in (torch.bfloat16, E4M3)]
     cases += [replace(base, step=step, layout=layout) for step in (DECODE, PREFILL) for layout in INDEX_LAYOUTS[1:]]

@@ -222,7 +222,7 @@ ATTENTION: list[Row] = [
         "K page",
         in_cache(k=lambda t: t[:, :, :8], v=lambda t: t[:, :, :8]),
         ValueError,
-        r"cache.k: expected shape \[pages, Hkv, 16, D\], got \[8, 2, 8, 64\]",
+        "batch.page_size: expected 8, the tokens of a page of cache.k, got 16",
     ),
     ("K stride", in_cache(k=strided), ValueError, r"cache.k: expected unit stride in the last dimension"),
     ("K device", in_cache(k=lambda t: t.to(META)), ValueError, r"cache.k: expected a tensor on cpu, got one on meta"),

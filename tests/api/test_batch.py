@@ -109,3 +109,18 @@ def test_a_packed_cache_equals_its_halves() -> None:
     assert torch.equal(m3attn.dense_attention(q, packed, batch), m3attn.dense_attention(q, halves, batch))
     k, v = packed.key_value()
     assert k.data_ptr() == packed.kv.data_ptr() and v.data_ptr() == packed.kv.data_ptr() + 2 * HEAD_DIM
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lens": [1.9, 1]}, "q_lens: expected integers, got 1.9 at index 0"),
+        ({"seq_lens": [3, torch.tensor(2.0)]}, "seq_lens: expected integers, got tensor\\(2.\\) at index 1"),
+        ({"page_table": torch.zeros(2, 1)}, "page_table: expected int32 or int64 page ids, got torch.float32"),
+    ],
+)
+def test_from_lengths_takes_integers(changes: dict, message: str) -> None:
+    good = {"q_lens": [1, 1], "seq_lens": [3, torch.tensor(2)], "page_table": torch.zeros(2, 1, dtype=torch.int64)}
+    assert m3attn.PagedBatch.from_lengths(**good).seq_lens.tolist() == [3, 2]
+    with pytest.raises(TypeError, match=message):
+        m3attn.PagedBatch.from_lengths(**(good | changes))

@@ -221,11 +221,12 @@ def test_no_implementation_at_all_raises_with_every_reason() -> None:
 
 def test_explain_prints_every_candidate_and_reason() -> None:
     text = str(m3attn.explain("sparse_attention", arch="sm_90", head_dim=48, phase="decode"))
-    assert text.splitlines() == [
+    assert text.splitlines()[:3] == [
         "sparse_attention on sm_90 (decode, bf16): reference, by auto",
         "  triton: head dim 48: takes 64, 128, 192, 256",
         "  reference: takes it",
     ]
+    assert "  triton_union, when named: head dim 48: takes 64, 128; phase decode: takes prefill" in text.splitlines()[3:]
     text = str(m3attn.explain("sparse_attention", arch="sm_90", impl="triton", head_dim=48))
     assert "nothing can run, by impl=" in text and "head dim 48: takes 64, 128, 192, 256" in text
 
@@ -409,3 +410,25 @@ except RuntimeError as error:
 else:
     raise SystemExit("interpret() came too late and said nothing")
 """)
+
+
+def test_explain_lists_what_runs_only_when_named() -> None:
+    explanation = m3attn.explain("sparse_attention", arch="sm_80")
+    assert {"cute_sm90", "flashinfer"} <= set(explanation.others) and not set(explanation.others) & set(explanation.reasons)
+    assert "architecture sm_80: built for sm_90" in str(explanation) and "cute_sm90, when named: " in str(explanation)
+    named = m3attn.explain("sparse_attention", arch="sm_90", impl="triton")
+    assert list(named.reasons) == ["triton"] and named.others["reference"] == () and "reference, when named: could run" in str(named)
+
+
+def test_explain_takes_names_as_the_stages_do() -> None:
+    assert m3attn.explain("sparse_attention", arch="sm_90", q_dtype="bfloat16").problem.q_dtype == "bf16"
+    with pytest.raises(ValueError, match=r"phase: expected one of .*, got 'x'"):
+        m3attn.explain("sparse_attention", phase="x")
+    with pytest.raises(ValueError, match="page_size: expected a divisor of the block size 128, got 100"):
+        m3attn.explain("sparse_attention", page_size=100)
+
+
+def test_a_choice_is_text() -> None:
+    for choose in (lambda: m3attn.explain("sparse_attention", impl=3), lambda: m3attn.use(3).__enter__(), lambda: m3attn.use(None).__enter__()):
+        with pytest.raises(TypeError, match=r"expected a key or stage=key pairs as text, got (int|NoneType)"):
+            choose()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
+import torch
 from stage_calls import python, registered
 
 import m3attn
@@ -42,6 +44,15 @@ def test_a_key_that_no_choice_could_name_is_refused(key: str) -> None:
 def test_a_target_that_cannot_run_is_refused() -> None:
     with pytest.raises(TypeError, match=r"target: expected a function fn\(call\) or 'module:function', got int"):
         m3attn.register("select_blocks", "mine", 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("choice", ["named", "in use"])
+def test_an_implementation_that_returns_its_results_is_refused(choice: str) -> None:
+    a, lse = torch.zeros(2, 3, 64), torch.zeros(2, 3)
+    with registered("merge_attention_states", "returns", lambda call: (call.out_a, call.lse_a)):
+        message = r"'returns' of merge_attention_states: expected to fill the call's outputs and return None, got tuple"
+        with pytest.raises(TypeError, match=message), contextlib.nullcontext() if choice == "named" else m3attn.use("returns"):
+            m3attn.merge_attention_states(a, lse, a.clone(), lse.clone(), impl="returns" if choice == "named" else None)
 
 
 def test_a_duplicate_key_raises_and_replace_replaces() -> None:

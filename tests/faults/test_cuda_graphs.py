@@ -17,6 +17,7 @@ import m3attn
 from m3attn.batch import PagedBatch
 from m3attn.dtypes import E4M3
 from m3attn.reference.numerics import indexable
+from m3attn.registry import find
 from m3attn.testing.cases import AttentionCase, IndexCase, MergeCase, NormRopeCase, SelectCase, Step
 from m3attn.testing.inputs import attention_inputs, generator, index_inputs, merge_inputs, norm_rope_inputs, normal, random_ids, score_fill
 from m3attn.testing.matrix import DEVICE, arch, gpu_only, keys, needs_zeroed, pick, skip_if_declined
@@ -213,14 +214,15 @@ def test_a_long_decode(key: str) -> None:
     attention = AttentionCase(step, pick(2, 64), pick(1, 4), pick(64, 128), topk=pick(2, 4), mode=pick("fp32", "bf16"))
     index = IndexCase(step, pick(1, 4), pick(64, 128), q_dtype=pick(torch.float32, torch.bfloat16), k_dtype=pick(torch.float32, torch.bfloat16))
     skip_if_declined("sparse_attention", key, attention.problem(arch()))
-    skip_if_declined("index_topk", key, index.problem(arch()))
+    index_key = key if find("index_topk", key) is not None else "triton"
+    skip_if_declined("index_topk", index_key, index.problem(arch()))
     inputs, indexer = attention_inputs(attention, DEVICE), index_inputs(index, DEVICE)
     batch = replace(inputs.batch)
     steps = pick(3, 500)
     start = inputs.batch.seq_lens - steps
 
     def call() -> tuple[torch.Tensor, ...]:
-        ids = m3attn.index_topk(indexer.index_q, indexer.cache, batch, topk=attention.topk, impl=key)
+        ids = m3attn.index_topk(indexer.index_q, indexer.cache, batch, topk=attention.topk, impl=index_key)
         out, lse = m3attn.sparse_attention(inputs.q, inputs.cache, ids, batch, return_lse=True, impl=key)
         return ids, out, lse
 
