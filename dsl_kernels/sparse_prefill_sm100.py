@@ -60,7 +60,6 @@ class Variant:
     """What is compiled; as in `sparse_prefill_sm90`."""
 
     defers: ClassVar[bool] = False
-    late_values: ClassVar[bool] = False
 
     qk_dtype: str
     v_dtype: str

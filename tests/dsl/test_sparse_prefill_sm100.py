@@ -1,0 +1,179 @@
+"""The Blackwell prefill kernel where its machinery shows: halves in turns, rescaling, padded groups, odd strides, and kernels broken on purpose.
+
+In the interpreter, in eager, lazy and random order, which must agree bit for bit; the matrix's cases are in test_simulated.py.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from needed import need
+
+need("nvidia-cutlass-dsl", "apache-tvm-ffi")
+
+import ptxsim
+from simulator import ORDERS, simulated
+from test_sparse_prefill import BASE, LONG, call_of
+
+from m3attn.calls import SparseAttentionCall
+from m3attn.dsl_kernels.sparse_attention_sm100 import sparse_attention, workspace_bytes
+from m3attn.dsl_kernels.sparse_prefill_sm100 import SHARED_BYTES, half_tokens, sparse_prefill
+from m3attn.testing.bounds import attention_bound
+from m3attn.testing.cases import AttentionCase, Step
+from m3attn.testing.inputs import AttentionInputs, attention_inputs
+from m3attn.testing.poison import poisoned_empty
+from m3attn.workspace import WorkShape
+
+
+def attend(call: SparseAttentionCall, order: str, edit: Callable[[str], str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    call = replace(call, out=call.out.clone(), lse=None if call.lse is None else call.lse.clone())
+    with simulated(order, arch="sm_100a", seed=3, edit=edit), poisoned_empty():
+        sparse_attention(call)
+    assert call.lse is not None
+    return call.out, call.lse
+
+
+def check(inputs: AttentionInputs, *, sm_scale: float | None = None, call: SparseAttentionCall | None = None) -> None:
+    """Every order within the bound, and the same bits in all."""
+    call = call_of(inputs, sm_scale=sm_scale) if call is None else call
+    results = [attend(call, order) for order in ORDERS]
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options).check(*results[0])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        BASE,
+        replace(BASE, num_q_heads=10, num_kv_heads=2, step=LONG, topk=4),  # 16 tokens of 5 heads and 48 rows of nothing in a half
+        replace(BASE, mode="fp16", sink=torch.float32, layout="packed_nhd"),
+    ],
+    ids=lambda case: case.id,
+)
+def test_within_the_bound(case: AttentionCase) -> None:
+    check(attention_inputs(case, "cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(BASE, step=LONG, topk=5, ids="scattered"),
+        replace(BASE, topk=50, ids="scattered"),  # half the rows of a matrix instruction stay empty
+        replace(BASE, num_q_heads=32),
+        replace(BASE, num_q_heads=1),
+        replace(BASE, num_q_heads=8),
+    ],
+    ids=lambda case: case.id,
+)
+def test_more_cases_within_the_bound(case: AttentionCase) -> None:
+    check(attention_inputs(case, "cpu"))
+
+
+def halves_apart() -> AttentionInputs:
+    """The first eight tokens of a tile select what the others do not, alternating and in runs longer than the pipeline."""
+    inputs = attention_inputs(replace(BASE, step=LONG, topk=8), "cpu")
+    assert inputs.ids is not None
+    own = (1500 - 24 + torch.arange(24)) // 128  # 11
+    first, second = torch.tensor([0, 5, 6, 7, 9, -1]), torch.tensor([1, 2, 3, 4, 8, 10])
+    is_first = (torch.arange(24) // 8 % 2 == 0)[:, None]
+    inputs.ids[0, :, :6] = torch.where(is_first, first, second).int()
+    inputs.ids[0, :, 6] = -1
+    inputs.ids[0, :, 7] = own.int()
+    return inputs
+
+
+def test_halves_pass_over_each_others_blocks() -> None:
+    check(halves_apart())
+
+
+def test_a_half_without_any_block() -> None:
+    """The second half's tokens select nothing: no product of theirs ever runs, and their rows are empty."""
+    inputs = halves_apart()
+    inputs.ids[0, 8:16] = -1
+    check(inputs)
+
+
+def test_maxima_that_grow_are_met_by_rescaling() -> None:
+    """Logits from block to block far beyond what a weight may exceed 1 by."""
+    inputs = attention_inputs(replace(BASE, step=LONG, topk=8), "cpu")
+    check(inputs, sm_scale=4.0)
+
+
+def test_a_negative_scale() -> None:
+    check(attention_inputs(BASE, "cpu"), sm_scale=-0.2)
+
+
+def test_rows_at_any_address() -> None:
+    inputs = attention_inputs(BASE, "cpu")
+    call = call_of(inputs)
+    shape = (*call.q.shape[:2], 131)
+    q, out = (torch.full(shape, float("nan"), dtype=call.q.dtype)[..., 1:129] for _ in range(2))
+    q.copy_(call.q)
+    check(inputs, call=replace(call, q=q, out=out))
+
+
+def test_scales_on_the_device() -> None:
+    inputs = attention_inputs(replace(BASE, scaled=True, mode="bf16"), "cpu")
+    scales = [torch.tensor(value) for value in (0.5, 3.0, 0.25)]
+    inputs = replace(inputs, cache=replace(inputs.cache, k_scale=scales[1], v_scale=scales[2]), options=inputs.options | {"q_scale": scales[0]})
+    check(inputs)
+
+
+def test_keys_in_e4m3() -> None:
+    """The kernel on what an fp8 call gives it: e4m3 queries and keys, fp16 values."""
+    inputs = attention_inputs(replace(BASE, mode="fp8", sink=torch.bfloat16), "cpu")
+    k, v = inputs.cache.key_value()
+    call = call_of(inputs)
+    assert call.lse is not None
+    for order in ORDERS:
+        with simulated(order, arch="sm_100a", seed=3):
+            sparse_prefill(call, k, v.to(torch.float16), inputs.batch, slice(0, 1), torch.zeros(1, dtype=torch.int32))
+        attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options).check(call.out, call.lse)
+
+
+@pytest.mark.parametrize("group", [*range(1, 33)])
+def test_halves_fill_what_they_may(group: int) -> None:
+    for ids in (16, 32, 64):
+        tokens = half_tokens(group, ids)
+        assert 1 <= tokens <= 16 and tokens * group <= 128 and 2 * tokens * ids <= 512
+        assert ids > 16 or tokens == min(128 // group, 16)
+
+
+def test_scratch_is_a_counter_and_copies() -> None:
+    shape = WorkShape(64, 2, 16, 1, 0, 128, 16, 32, 65536, 128, limit=1 << 30, kv_dtype="bf16")
+    assert workspace_bytes(shape) == 256
+    assert workspace_bytes(replace(shape, kv_dtype="fp8_e4m3")) > 2 * 65536 * 512
+    assert SHARED_BYTES < 227 * 1024
+
+
+BROKEN = {
+    "the rows past the end of a sequence are not cleared": ("lazy", r"st\.shared\.v4\.b32\s+\[[^\]]+\], \{0, 0, 0, 0\};", ";"),
+    "queries are not fenced": ("eager", r"fence\.proxy\.async[^;]*;", ";"),
+    "what has been read is not freed": ("eager", r"mbarrier\.arrive\.shared\.b64[^;]*;", ";"),
+    "products are said to be done before they are": ("lazy", r"tcgen05\.commit\.\S+\s+(\[[^\]]+\]);", r"mbarrier.arrive.shared.b64 _, \1;"),
+    "the output so far is not rescaled": ("eager", r"tcgen05\.st\.sync\.aligned\.32x32b\.x32\.b32[^;]*;", ";"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_kernel_shows(fault: str) -> None:
+    order, pattern, by = BROKEN[fault]
+    counts = []
+
+    def edit(ptx: str) -> str:
+        ptx, count = re.subn(pattern, by, ptx)
+        counts.append(count)
+        return ptx
+
+    sm_scale = 4.0
+    inputs = attention_inputs(replace(BASE, step=Step("chunk", (20, 5), (900, 37))), "cpu")
+    call = call_of(inputs, sm_scale=sm_scale)
+    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options)
+    with contextlib.suppress(ptxsim.SimError), pytest.raises(AssertionError):
+        bound.check(*attend(call, order, edit))
+    assert counts and all(counts), "the edit found nothing to break"
