@@ -215,7 +215,7 @@ SM100: dict[str, tuple[CuteKernel, Any]] = {
 }
 """For Blackwell, named likewise."""
 
-VARIANTS = {"sm_90": SM90, "sm_100": SM100}
+VARIANTS = {"sm_90": SM90, "sm_100": SM100, "sm_103": SM100}
 
 
 @dataclass(frozen=True)
