@@ -15,12 +15,13 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
-from simulator import ORDERS, simulated
+from simulator import ORDERS, artifacts, simulated
 from test_sparse_prefill import BASE, LONG, call_of
 
 from m3attn.calls import SparseAttentionCall
 from m3attn.dsl_kernels.sparse_attention_sm100 import sparse_attention, workspace_bytes
-from m3attn.dsl_kernels.sparse_prefill_sm100 import SHARED_BYTES, half_tokens, sparse_prefill
+from m3attn.dsl_kernels.sparse_prefill_sm100 import KERNEL, SHARED_BYTES, half_tokens, sparse_prefill
+from m3attn.dsl_kernels.variants import VARIANTS
 from m3attn.testing.bounds import attention_bound
 from m3attn.testing.cases import AttentionCase, Step
 from m3attn.testing.inputs import AttentionInputs, attention_inputs
@@ -149,6 +150,32 @@ def test_scratch_is_a_counter_and_copies() -> None:
     assert workspace_bytes(shape) == 256
     assert workspace_bytes(replace(shape, kv_dtype="fp8_e4m3")) > 2 * 65536 * 512
     assert SHARED_BYTES < 227 * 1024
+
+
+def unordered(ptx: str) -> list[str]:
+    """Uses of tensor memory, in the order of the text, that are not ordered as the instruction set asks; the interpreter does not look for them."""
+    events = re.findall(r"\b(?:tcgen05\.(ld|st|wait::ld|wait::st|mma|fence::\w+)|(mbarrier\.(?:arrive|try_wait)))\b", ptx)
+    loading = storing = fenced = False
+    found = []
+    for tensor, barrier in events:
+        event = tensor or barrier
+        if loading and event not in ("ld", "wait::ld"):
+            found.append(f"{event} before wait::ld")
+        if storing and event in ("fence::before_thread_sync", "mbarrier.arrive"):
+            found.append(f"{event} before wait::st")
+        if not fenced and event in ("ld", "st", "mma"):
+            found.append(f"{event} after a barrier without a fence")
+        loading = event == "ld" or (loading and event != "wait::ld")
+        storing = event == "st" or (storing and event != "wait::st")
+        fenced = event == "fence::after_thread_sync" or (fenced and event != "mbarrier.try_wait")
+    return found
+
+
+def test_tensor_memory_is_waited_for_and_fenced() -> None:
+    ptx = artifacts(KERNEL, VARIANTS["sm_100"]["sparse_prefill-bf16"][1], "sm_100").ptx
+    assert unordered(ptx) == []
+    for instruction in (r"tcgen05\.wait::ld", r"tcgen05\.wait::st", r"tcgen05\.fence::after"):
+        assert unordered(re.sub(instruction, "nothing", ptx)) != []
 
 
 BROKEN = {
