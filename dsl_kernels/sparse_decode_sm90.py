@@ -10,10 +10,9 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint8, const_expr
-from cutlass.base_dsl.arch import Arch
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.cutlass_dsl import BaseDSL
+from cutlass.cutlass_dsl import Arch, BaseDSL
 
 from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
