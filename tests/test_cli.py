@@ -57,7 +57,7 @@ def test_demo_on_one_byte(tmp_path, capsys):
     path.write_bytes(b"x")
     assert demo("--text", path) == 0
     out = capsys.readouterr().out
-    assert "1 tokens prefilled" in out and "it sees its own block only" in out
+    assert "1 byte; 1 token, one a byte;" in out and "1 token prefilled" in out and "it sees its own block only" in out
 
 
 @pytest.mark.parametrize(
@@ -275,9 +275,13 @@ def test_explain_of_bad_input(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_info(capsys):
+def test_info(capsys, monkeypatch):
     assert main(["info"]) == 0
     assert f"torch: {torch.__version__}" in capsys.readouterr().out
+    monkeypatch.setattr(m3attn, "info", lambda: {"plugins": {"mine": None, "theirs": "ImportError: no"}})
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["plugins:", "  mine: ok", "  theirs: ImportError: no"]
+    monkeypatch.undo()
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["m3attn"] == m3attn.__version__
 
@@ -311,6 +315,36 @@ def test_version_and_no_command(capsys):
             main(arguments)
         assert stop.value.code == code
     assert m3attn.__version__ in capsys.readouterr().out
+
+
+def test_an_unknown_option_shows_the_commands_own_usage(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["report", "--out", "x.html"])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "usage: m3attn report" in message and "OUT.html" in message and "m3attn report: error: unrecognized arguments: --out" in message
+
+
+def test_the_demo_names_the_option_that_chose(page, capsys):
+    assert main(["demo", "--text", str(page), "--tokens", "40", "--impl", "sparse_attention=cute_sm90"]) == 2
+    message = capsys.readouterr().err
+    assert "'cute_sm90' (--impl sparse_attention=cute_sm90) cannot run this" in message and "use(" not in message
+
+
+def warmup_without_cute(*arguments):
+    """What `m3attn warmup` says to stderr where the CuTe DSL is not installed."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['cutlass', 'tvm_ffi', 'cuda'])); "
+        f"from m3attn.cli.main import main; sys.exit(main(['warmup', *{arguments!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr
+
+
+def test_warmup_without_its_package():
+    assert "pip install 'm3attn[cute]', in a checkout pip install '.[cute]'" in warmup_without_cute("--arch", "sm_90a")
+    assert "there are no CuTe DSL kernels for sm_80, only for sm_90, sm_100" in warmup_without_cute("--arch", "sm_80", "--list")
 
 
 def test_tables_are_aligned():

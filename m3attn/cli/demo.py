@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError("--save-ids: expected --weights DIR beside it, got none")
         return run_demo(asked)
     except (ValueError, m3attn.UnsupportedProblem) as error:
-        raise UserError(str(error)) from error
+        message = str(error)
+        raise UserError(message if options.impl is None else message.replace("(use(...))", f"(--impl {options.impl})")) from error
 
 
 def refuse(options: argparse.Namespace, beside: str, names: tuple[str, ...]) -> None:

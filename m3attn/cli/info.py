@@ -18,7 +18,11 @@ def run(options: argparse.Namespace) -> int:
     import m3attn
 
     found = m3attn.info()
-    print(json.dumps(found, indent=1, default=str) if options.json else "\n".join(lines(found)))
+    if options.json:
+        print(json.dumps(found, indent=1, default=str))
+    else:
+        plugins = {name: error or "ok" for name, error in found["plugins"].items()}
+        print("\n".join(lines(found | {"plugins": plugins})))
     return 0
 
 

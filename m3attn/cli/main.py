@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         sub = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(run=command.run, refuse=sub.error)
     return top
 
 
@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a user's text may hold what the terminal's encoding lacks
-    options = parser().parse_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
+    if unknown:
+        options.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the command's own usage
     try:
         return options.run(options)
     except UserError as error:

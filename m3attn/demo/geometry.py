@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from m3attn.bench.shapes import Heads
+from m3attn.demo.text import counted
 
 HEAD_DIM = 128
 
@@ -51,7 +52,7 @@ class Geometry:
         layers = f"{self.dense_layers} dense + {self.sparse_layers} sparse layers"
         heads = f"{self.heads} heads of {HEAD_DIM}"
         selection = f"blocks of {self.block_size}, K = {self.topk} of up to {self.num_pages}"
-        steps = f"{self.prefill_tokens} tokens prefilled by {self.chunk}, {self.decode_steps} decoded"
+        steps = f"{counted(self.prefill_tokens, 'token')} prefilled by {self.chunk}, {self.decode_steps} decoded"
         return f"{layers}, {heads}, hidden {self.hidden}; {selection}; {steps}"
 
 

@@ -49,7 +49,7 @@ class Geometry:
 
     def __str__(self) -> str:
         dims = f"{self.heads} heads, keys of {NOPE} + {ROPE}, values of {VALUE}, latent {LATENT}"
-        return f"{dims}, hidden {self.hidden}; {self.tokens} tokens prefilled by {self.chunk}, sparse queries keep {self.topk}"
+        return f"{dims}, hidden {self.hidden}; {text.counted(self.tokens, 'token')} prefilled by {self.chunk}, sparse queries keep {self.topk}"
 
 
 ON_CPU = Geometry(heads=2, hidden=128, tokens=128, chunk=64, topk=32, page_size=16)
@@ -258,7 +258,7 @@ def run(*, path: Path | None = None, tokens: int | None = None, impl: str | None
         geometry = replace(geometry, tokens=tokens)
     geometry = replace(geometry, tokens=min(geometry.tokens, len(content)))
     print(f"m3attn demo --mla on {device_name(device)}: {because}")
-    print(f"{text_name(path)}: {len(content)} bytes, of which {geometry.tokens} are tokens; random weights")
+    print(f"{text_name(path)}: {text.counted(len(content), 'byte')}; {text.counted(geometry.tokens, 'token')}, one a byte; random weights")
     print(geometry)
     begin = time.perf_counter()
     logs: dict[bool, Log] = {}

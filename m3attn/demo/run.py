@@ -63,7 +63,8 @@ def run(options: Options) -> int:
         check_plot(options.plot)
     check_json(options.json)
     print(f"m3attn demo on {device_name(device)}: {chosen_because}")
-    print(f"{text_name(options.text)}: {len(content)} bytes, of which {geometry.tokens} are tokens; mode {formats.mode}, random weights")
+    size = f"{text.counted(len(content), 'byte')}; {text.counted(geometry.tokens, 'token')}, one a byte"
+    print(f"{text_name(options.text)}: {size}; mode {formats.mode}, random weights")
     print(geometry)
     if device.type == "cpu":
         estimate = sizes.estimate_seconds(geometry, interpreted=impl is not None and "triton" in impl)

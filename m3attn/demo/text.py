@@ -29,6 +29,11 @@ def load(path: Path | None) -> bytes:
     return content
 
 
+def counted(number: int, unit: str) -> str:
+    """`1 byte`, `2 bytes`."""
+    return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
 def readable(content: bytes) -> str:
     """One line: white space as single spaces, what is no text as dots."""
     shown = content.decode("utf-8", errors="replace").replace("\ufffd", ".")

@@ -43,7 +43,7 @@ def run(folder: Path, options: Options, *, save_ids: Path | None = None) -> int:
     tokens = tokens[:limit]
     layer = checkpoint.first_sparse
     print(f"m3attn demo on {device_name(device)}: layers 0 to {layer - 1} and the attention of layer {layer}, M3's first sparse one, of {folder}")
-    print(f"{text_name(options.text)}: {len(content)} bytes, of which {len(tokens)} tokens are read")
+    print(f"{text_name(options.text)}: {text.counted(len(content), 'byte')}, of which {text.counted(len(tokens), 'token')} are read")
 
     begin = time.perf_counter()
     with torch.no_grad():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from needed import need
 
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
@@ -14,6 +15,7 @@ need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 import scale_kernel
 
 from m3attn.cli.main import main
+from m3attn.cli.warmup import kernel_archs
 from m3attn.dsl_kernels import variants
 from m3attn.dsl_kernels.variants import names_for
 
@@ -48,6 +50,22 @@ def test_several_at_once(tmp_path: Path) -> None:
 def test_the_list(capsys: pytest.CaptureFixture) -> None:
     assert main(["warmup", "--arch", "sm_90a", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == names_for("sm_90")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's own are listed")
+def test_the_list_without_a_gpu_is_of_every_architecture(capsys: pytest.CaptureFixture) -> None:
+    assert main(["warmup", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{arch}: {name}" for arch, named in variants.VARIANTS.items() for name in named]
+
+
+def test_the_architectures_are_known_without_the_kernels() -> None:
+    assert set(variants.VARIANTS) <= set(kernel_archs())
+
+
+def test_an_architecture_without_named_variants(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(variants.VARIANTS, "sm_90", {})
+    assert main(["warmup", "--arch", "sm_90a"]) == 2
+    assert "no variants are named for sm_90" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from m3attn.cli.main import main
 from m3attn.demo.mla import ON_CPU, ON_GPU, REAL
+from m3attn.demo.text import counted
 from m3attn.testing.matrix import DEVICE
 
 
@@ -26,7 +27,7 @@ def test_on_a_users_text(content: bytes, tmp_path, capsys: pytest.CaptureFixture
     path = tmp_path / "text"
     path.write_bytes(content)
     assert demo("--text", path, tokens=70) == 0
-    assert f"{len(content)} bytes, of which {min(70, len(content))} are tokens" in capsys.readouterr().out
+    assert f"{counted(len(content), 'byte')}; {counted(min(70, len(content)), 'token')}, one a byte" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
