@@ -118,12 +118,15 @@ def test_headline_takes_the_fastest_of_each(tmp_path: Path) -> None:
     for stage, selection in (("index_topk", None), ("sparse_attention", "N")):
         row = {**shared, "stage": stage, "selection": selection, "implementation": "slow", "peer": False, "median_us": 200.0}
         fast, peer = row | {"implementation": "fast", "median_us": 100.0}, row | {"implementation": "theirs", "peer": True, "median_us": 50.0}
-        others = [row | {"heads": "16/1", "median_us": 1.0}, row | {"mode": "widen", "median_us": 1.0}, row | {"selection": "R", "median_us": 1.0}]
+        others = [row | {"heads": "16/1", "median_us": 1.0}, row | {"mode": "widen", "median_us": 1.0}, row | {"selection": "R", "median_us": 70.0}]
         (tmp_path / f"some-gpu-{stage}.json").write_text(json.dumps([row, fast, peer, *others]))
     lines = tables.headline(tmp_path).splitlines()
     assert lines[0] == "Some GPU, 64 query and 4 KV heads, commit abc, torch 2.11.0."
+    assert lines[2] == "| stage | step | mode | selection | time | implementation | of the floor | vLLM 0.33.0 |"
     assert lines[4:] == [
-        f"| `{stage}` | prefill, 8,192 tokens | bf16 | 100 us | `fast` | 50% | 50.0 us |" for stage in ("index_topk", "sparse_attention")
+        "| `index_topk` | prefill, 8,192 tokens | bf16 |  | 100 us | `fast` | 50% | 50.0 us |",
+        "| `sparse_attention` | prefill, 8,192 tokens | bf16 | N | 100 us | `fast` | 50% | 50.0 us |",
+        "| `sparse_attention` | prefill, 8,192 tokens | bf16 | R | 70.0 us | `slow` | 50% |  |",
     ]
     assert tables.headline(tmp_path / "nothing") == "No measurement is recorded yet."
 

@@ -18,6 +18,8 @@ from m3attn.batch import PagedBatch
 from m3attn.bench.inputs import HEAD_DIM, TOPK, StepInputs
 
 VLLM = "vllm_triton"
+VLLM_RELEASE = "0.33.0"
+"""Whose kernels the peer script puts there."""
 FLASHMLA = "flashmla"
 
 

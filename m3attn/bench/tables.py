@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from m3attn.bench import results
+from m3attn.bench.peers import VLLM_RELEASE
 from m3attn.bench.report import us
 from m3attn.bench.results import Row
 from m3attn.bench.stages import STAGES
 
 REGION = re.compile(r"(<!-- bench:(?P<stages>[^>]*?)-->\n).*?(<!-- end bench -->)", re.DOTALL)
 PLACE = ("heads", "shape", "mode", "selection")
-HEADLINE = {"index_topk": ("P1", "P3", "B64xL131072"), "sparse_attention": ("P1", "P3", "B64xL131072")}
+HEADLINE = {"index_topk": (None,), "sparse_attention": ("N", "R")}
+"""The stages of that table and the selections that they are shown with."""
 SHAPES = {"P1": "prefill, 8,192 tokens", "P3": "8,192 more behind 122,880", "B64xL131072": "decode, 64 requests of 131,072"}
 
 
@@ -78,13 +80,14 @@ def headline(folder: Path) -> str:
         gpu = path.name.removesuffix(f"-{next(iter(HEADLINE))}.json")
         files = [folder / f"{gpu}-{stage}.json" for stage in HEADLINE]
         rows = [row for file in files if file.exists() for row in results.read(file)]
-        kept = [r for r in rows if r["heads"] == "64/4" and r["mode"] in ("bf16", "fp8") and r["selection"] in (None, "N")]
-        lines = [headline_line(kept, stage, shape, mode) for stage, shapes in HEADLINE.items() for shape in shapes for mode in ("bf16", "fp8")]
+        kept = [r for r in rows if r["heads"] == "64/4" and r["mode"] in ("bf16", "fp8")]
+        places = [(stage, shape, mode, kind) for stage, kinds in HEADLINE.items() for shape in SHAPES for kind in kinds for mode in ("bf16", "fp8")]
+        lines = [headline_line(kept, *place) for place in places]
         if any(lines):
             commits = ", ".join(dict.fromkeys(row["commit"][:12] for row in kept))
             head = [
-                _line(["stage", "step", "mode", "time", "implementation", "of the floor", "vLLM"]),
-                _line(["---"] * 3 + ["---:", "---", "---:", "---:"]),
+                _line(["stage", "step", "mode", "selection", "time", "implementation", "of the floor", f"vLLM {VLLM_RELEASE}"]),
+                _line(["---"] * 4 + ["---:", "---", "---:", "---:"]),
             ]
             parts.append(
                 "\n".join([f"{rows[0]['gpu']}, 64 query and 4 KV heads, commit {commits}, {versions(rows[0])}.", "", *head, *filter(None, lines)])
@@ -92,15 +95,17 @@ def headline(folder: Path) -> str:
     return "\n\n".join(parts) or "No measurement is recorded yet."
 
 
-def headline_line(rows: Sequence[Row], stage: str, shape: str, mode: str) -> str:
+def headline_line(rows: Sequence[Row], stage: str, shape: str, mode: str, selection: str | None) -> str:
     """A line of `headline`; empty where nothing was measured."""
-    here = sorted((r for r in rows if (r["stage"], r["shape"], r["mode"]) == (stage, shape, mode)), key=lambda row: row["median_us"])
+    place = (stage, shape, mode, selection)
+    here = sorted((r for r in rows if (r["stage"], r["shape"], r["mode"], r["selection"]) == place), key=lambda row: row["median_us"])
     ours, peers = ([row for row in here if bool(row.get("peer")) == is_peer] for is_peer in (False, True))
     if not ours:
         return ""
     best = ours[0]
     peer = us(peers[0]["median_us"]) if peers else ""
-    return _line([f"`{stage}`", SHAPES[shape], mode, us(best["median_us"]), f"`{best['implementation']}`", f"{100 * best['share']:.0f}%", peer])
+    name, share = f"`{best['implementation']}`", f"{100 * best['share']:.0f}%"
+    return _line([f"`{stage}`", SHAPES[shape], mode, selection or "", us(best["median_us"]), name, share, peer])
 
 
 def region(stages: Sequence[str], folder: Path) -> str:
