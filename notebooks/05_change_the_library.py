@@ -135,7 +135,7 @@ assert not failures("by_sorting")
 
 # %% [markdown]
 # In your own package, `m3attn.testing.matrix` makes pytest parameters of the registry times these cases, and of the full list on a GPU:
-# CONTRIBUTING.md says how the package itself does it.
+# "Test your own key" in CONTRIBUTING.md has the entry point that announces your package, and the command that then runs m3attn's tests on its key.
 #
 # ## Is it worth having?
 #
