@@ -23,9 +23,14 @@ from m3attn.stages.attention import output_dtype
 from m3attn.stages.dense_attention import dense_attention
 from m3attn.stages.qk_norm_rope_insert import HEAD_DIM, NormWeights, qk_norm_rope_insert
 
+INIT_STD = 0.02
+"""`initializer_range` of transformers' M3."""
+
 
 class M3Attention(nn.Module):
     """Base of both layers: everything but which keys a query attends to. Forward only; parameters do not require grad.
+
+    Weights are random (`reset_parameters`) until `load_hf` or `load_state_dict` brings a model's.
 
     The mode (fp8 or not, index formats, an implementation per stage and phase) is resolved here, once, and holds for the layer's life.
 
@@ -101,7 +106,7 @@ class M3Attention(nn.Module):
         self.fp8_pv = fp8_pv and self.mode.mode == "fp8"
 
         def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
         self.qkv_proj = weight(self.heads.row_width, config.hidden_size)
         self.o_proj = weight(config.hidden_size, self.heads.q * HEAD_DIM)
@@ -113,6 +118,15 @@ class M3Attention(nn.Module):
         if cos_sin.dim() != 2 or cos_sin.shape[1] != config.rotary_dim or cos_sin.device != device:
             raise ValueError(f"cos_sin: expected [max_position, {config.rotary_dim}] on {device}, got {list(cos_sin.shape)} on {cos_sin.device}")
         self.register_buffer("cos_sin", cos_sin, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Random projections, normal with standard deviation 0.02 from torch's global generator; norms that only normalise."""
+        for name, weight in self.named_parameters(recurse=False):
+            if name.endswith("norm"):
+                nn.init.zeros_(weight)  # the norm's factor is 1 + w
+            else:
+                nn.init.normal_(weight, std=INIT_STD)
 
     @property
     def device(self) -> torch.device:
@@ -140,6 +154,17 @@ class M3Attention(nn.Module):
         Raises:
             TypeError, ValueError: what does not fit, by name.
         """
+        self.check_plan(plan)
+        plan.check_cache(cache, sparse=self.runs_index)
+        if self.zero_on_alloc and not cache.zero_on_alloc:
+            raise ValueError("cache.zero_on_alloc: expected True, as the layer was built for, got False")
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """The part of `check` that is about the plan.
+
+        Raises:
+            TypeError, ValueError: what does not fit, by name.
+        """
         if plan.device != self.device:
             raise ValueError(f"plan: expected one on {self.device}, got one on {plan.device}")
         if plan.heads[:2] != self.heads[:2]:
@@ -152,9 +177,25 @@ class M3Attention(nn.Module):
                 raise ValueError(f"plan.mode: expected {key} for {where} as the layer, got {plan.mode.implementations.get(where)}")
         if plan.max_seqlen_k > self.cos_sin.shape[0]:
             raise ValueError(f"plan.max_seqlen_k: expected at most the {self.cos_sin.shape[0]} positions of cos_sin, got {plan.max_seqlen_k}")
-        plan.check_cache(cache, sparse=self.runs_index)
-        if self.zero_on_alloc and not cache.zero_on_alloc:
-            raise ValueError("cache.zero_on_alloc: expected True, as the layer was built for, got False")
+
+    def check_step(self, x: torch.Tensor, plan: StepPlan) -> None:
+        """That plan and x fit this layer and one another; forward begins with it, before anything is written.
+
+        Raises:
+            TypeError, ValueError: what does not fit, by name.
+        """
+        if not isinstance(plan, StepPlan):
+            raise TypeError(f"plan: expected a StepPlan, got {type(plan).__name__}")
+        self.check_plan(plan)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+        if x.dim() != 2 or x.shape[1] != self.config.hidden_size:
+            raise ValueError(f"x: expected [T, {self.config.hidden_size}], got {list(x.shape)}")
+        if x.dtype != self.qkv_proj.dtype:
+            raise TypeError(f"x: expected the layer's {self.qkv_proj.dtype}, got {x.dtype}")
+        if x.device != self.device:
+            raise ValueError(f"x: expected a tensor on {self.device}, got one on {x.device}")
+        plan.check_rows(x.shape[0])
 
     def forward(self, x: torch.Tensor, plan: StepPlan, cache: LayerCache) -> torch.Tensor:
         """One layer of a step: writes the step's keys and values to the cache, then attends.
@@ -168,8 +209,9 @@ class M3Attention(nn.Module):
             [T, hidden]; padding rows are 0. Without a process group, a shard's part of the sum.
 
         Raises:
-            ValueError: x does not fit the plan.
+            TypeError, ValueError: x or the plan does not fit, by name; nothing has been written then.
         """
+        self.check_step(x, plan)
         tokens = x.shape[0]
         row = nn.functional.linear(x, self.qkv_proj)
         q, index_q = self._insert(row, plan, cache)

@@ -45,7 +45,7 @@ class M3SparseAttention(M3Attention):
     def runs_index(self) -> bool:
         return not self.reuse_ids
 
-    def check(self, plan: StepPlan, cache: LayerCache) -> None:
+    def check_plan(self, plan: StepPlan) -> None:
         if plan.ids is None:
             raise ValueError("plan.heads: expected index heads for a sparse layer, got a plan for dense layers")
         for name, want in (("topk", self.config.topk), ("block_size", self.config.block_size)):
@@ -56,18 +56,25 @@ class M3SparseAttention(M3Attention):
         for name in ("index_q_dtype", "index_dtype"):
             if getattr(plan.mode, name) != getattr(self.mode, name):
                 raise ValueError(f"plan.mode.{name}: expected the layer's {getattr(self.mode, name)}, got {getattr(plan.mode, name)}")
-        super().check(plan, cache)
+        super().check_plan(plan)
 
-    def forward(self, x: torch.Tensor, plan: StepPlan, cache: LayerCache) -> torch.Tensor:
-        own = (self.heads.kv, self.config.topk)
+    def check_step(self, x: torch.Tensor, plan: StepPlan) -> None:
+        super().check_step(x, plan)
+        own = self._ids_form
         if self.reuse_ids and plan.ids_of != own:
             raise ValueError(
                 f"plan.ids: expected ids of this step for {own[0]} KV heads and K {own[1]} to reuse, got "
                 + ("none: no earlier layer has written any" if plan.ids_of is None else f"{plan.ids_of[0]} heads and K {plan.ids_of[1]}")
             )
+
+    def forward(self, x: torch.Tensor, plan: StepPlan, cache: LayerCache) -> torch.Tensor:
         out = super().forward(x, plan, cache)
-        plan.ids_of = own
+        plan.ids_of = self._ids_form
         return out
+
+    @property
+    def _ids_form(self) -> tuple[int, int]:
+        return (self.heads.kv, self.config.topk)
 
     def _norms(self) -> NormWeights:
         return NormWeights(self.q_norm, self.k_norm, self.index_q_norm, self.index_k_norm)

@@ -188,7 +188,7 @@ class StepPlan:
         uses: dict[str, dict[str, Any]] = {"dense_attention": main}
         if self.heads.index:
             uses["sparse_attention"] = main | {"topk": self.topk}
-            uses["index_topk"] = {"num_index_heads": self.heads.index, "head_dim": HEAD_DIM, "topk": self.topk}
+            uses["index_topk"] = {"num_index_heads": self.heads.index, "head_dim": HEAD_DIM, "topk": self.topk, "kv_dtype": self.mode.index_dtype}
         keys = {stage: self.mode.implementations[f"{stage}/{part.batch.phase}"] for stage in uses}
         return max(workspace_bytes(stage, **shape, **own, impl=keys[stage]) for stage, own in uses.items())
 
@@ -337,8 +337,8 @@ class StepPlan:
                 buffer.copy_(torch.cat([*columns, padding]).index_select(0, self.token_rows))
         self.ids_of = None
 
-    def rows_of(self, part: PlanPart, tokens: int) -> slice:
-        """Where a part's rows lie in part order, in a step of `tokens` token rows.
+    def check_rows(self, tokens: int) -> None:
+        """That a layer's x may have so many rows.
 
         Raises:
             ValueError: more rows than the plan has, or fewer in a split plan.
@@ -347,6 +347,9 @@ class StepPlan:
             raise ValueError(f"x: expected the split plan's {self.tokens} rows (pad at the end), got {tokens}")
         if tokens > self.tokens:
             raise ValueError(f"x: expected at most the plan's {self.tokens} rows, got {tokens}")
+
+    def rows_of(self, part: PlanPart, tokens: int) -> slice:
+        """Where a part's rows lie in part order, in a step of `tokens` token rows."""
         return slice(part.start, part.start + part.rows) if self.part_rows is not None else slice(0, tokens)
 
     def arrange(self, x: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,7 @@ def _eager(
         max_seqlen_k=batch.max_seqlen_k,
         block_size=batch.block_size,
         limit=workspace_limit(),
+        kv_dtype=problem.index_dtype,
     )
     device_checks.check_step(batch, tokens, num_pages=index_k.shape[0])
     execute(

@@ -105,6 +105,65 @@ def test_both_spellings_and_a_prefix_load_and_wrong_weights_are_named() -> None:
         layer.load_hf(good | {"k_proj.weight": torch.zeros(128, 48)})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_layer_has_random_projections_and_norms_of_factor_one(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = KINDS[kind](CONFIG, page_size=SIZE, dtype=FP32)
+    weights = {name: t.clone() for name, t in layer.state_dict().items()}
+    for name, weight in weights.items():
+        if name.endswith("norm"):
+            assert not weight.any()  # the factor is 1 + w
+        else:
+            assert 0.019 < weight.std() < 0.021 and weight.mean().abs() < 1e-3
+    layer.qkv_proj.fill_(0)
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    assert all(torch.equal(t, weights[name]) for name, t in layer.state_dict().items())
+
+
+WRONG_X = {
+    "few": (torch.zeros(3, 48), ValueError, "x: expected the split plan's 132 rows .pad at the end., got 3"),
+    "one_less": (torch.zeros(131, 48), ValueError, "x: expected the split plan's 132 rows .pad at the end., got 131"),
+    "one_more": (torch.zeros(133, 48), ValueError, "x: expected the split plan's 132 rows .pad at the end., got 133"),
+    "width": (torch.zeros(132, 64), ValueError, r"x: expected \[T, 48\], got \[132, 64\]"),
+    "batched": (torch.zeros(1, 132, 48), ValueError, r"x: expected \[T, 48\], got \[1, 132, 48\]"),
+    "dtype": (torch.zeros(132, 48, dtype=torch.bfloat16), TypeError, r"x: expected the layer's torch\.float32, got torch\.bfloat16"),
+    "device": (torch.zeros(132, 48, device="meta"), ValueError, "x: expected a tensor on cpu, got one on meta"),
+    "list": ([[0.0] * 48] * 132, TypeError, "x: expected a tensor, got list"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("x", "error", "message"), WRONG_X.values(), ids=WRONG_X)
+def test_an_x_that_does_not_fit_is_refused_before_the_cache_is_written(kind: str, x: Any, error: type[Exception], message: str) -> None:
+    layer = build(kind)
+    cache = make_cache(layer, PAGES)
+    plan = StepPlan.for_layers([layer], [cache], 128, **SPLIT)
+    plan.update([3], [3], page_table()[:1])
+    before = cache.kv.clone()
+    with pytest.raises(error, match=f"^{message}"):
+        layer(x, plan, cache)
+    torch.testing.assert_close(cache.kv, before, rtol=0, atol=0, equal_nan=True)
+    whole = StepPlan.for_layers([layer], [cache], 128, prefill=PlanCapacity(1, 8, 8))
+    with pytest.raises(ValueError, match=r"^x: expected at most the plan's 8 rows, got 9"):
+        layer(torch.zeros(9, 48), whole, cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_that_does_not_fit_is_refused_before_the_cache_is_written(kind: str) -> None:
+    layer = build(kind)
+    cache = make_cache(layer, PAGES)
+    before = cache.kv.clone()
+    other = build(kind, dataclasses.replace(CONFIG, num_q_heads=2))
+    plan = StepPlan.for_layers([other], [make_cache(other, PAGES)], 128, **WHOLE)
+    plan.update([3], [3], page_table()[:1])
+    with pytest.raises(ValueError, match=r"^plan\.heads: expected \(Hq, Hkv\)"):
+        layer(torch.zeros(3, 48), plan, cache)
+    with pytest.raises(TypeError, match=r"^plan: expected a StepPlan, got LayerCache"):
+        layer(torch.zeros(3, 48), cache, plan)
+    torch.testing.assert_close(cache.kv, before, rtol=0, atol=0, equal_nan=True)
+
+
 def by_stages(layer: torch.nn.Module, x: torch.Tensor, plan: StepPlan, cache: LayerCache, q_scale: Any, index_q_scale: Any) -> torch.Tensor:
     """A layer's step written with the stage functions."""
     row, tokens = x @ layer.qkv_proj.T, x.shape[0]

@@ -121,7 +121,7 @@ def test_refresh_follows_what_the_device_wrote() -> None:
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"kv": torch.zeros(32, 2, 32, 256, dtype=torch.bfloat16)}, ValueError, "layer 0: cache.k: expected shape"),
+        ({"kv": torch.zeros(32, 2, 32, 256, dtype=torch.bfloat16)}, ValueError, "layer 0: batch.page_size: expected 32"),
         ({"kv": torch.zeros(32, 1, SIZE, 256, dtype=torch.bfloat16)}, ValueError, "layer 0: cache.k: expected the plan's 2 KV heads, got 1"),
         ({"kv": torch.zeros(32, 2, SIZE, 256)}, TypeError, "layer 0: cache.k: expected bf16 .mode bf16., got fp32"),
         ({"kv": torch.zeros(32, 2, SIZE, 128, dtype=torch.bfloat16)}, ValueError, "layer 0: cache: expected head dim 128, got 64"),
