@@ -35,6 +35,7 @@ def execute(
     Raises:
         UnsupportedProblem, NotImplementedError, ValueError: as `resolve`, gradients, workspace.
         BrokenImplementation: a named implementation cannot be imported or compiled; auto goes on to the next one.
+        TypeError: the implementation returned something.
     """
     inputs = tuple(inputs)
     declined: tuple[str, ...] = ()
@@ -48,7 +49,7 @@ def execute(
                     check_outputs({"workspace": workspace}, {f.name: t for f in fields(call) if isinstance(t := getattr(call, f.name), torch.Tensor)})
                 ready = replace(call, workspace=scratch)
             log_call(stage, implementation.key, ready)
-            return implementation.load()(ready)
+            returned = implementation.load()(ready)
         except BrokenImplementation as error:
             if not is_autos(stage, problem, impl):
                 raise
@@ -57,6 +58,12 @@ def execute(
             if not is_autos(stage, problem, impl):
                 raise
             declined += (implementation.key,)
+        else:
+            if returned is not None:  # it may have made its results beside the outputs and left these as they were
+                raise TypeError(
+                    f"{implementation.key!r} of {stage}: expected to fill the call's outputs and return None, got {type(returned).__name__}"
+                )
+            return
 
 
 def log_call(stage: str, key: str, call: Any) -> None:

@@ -64,7 +64,7 @@ def test_nothing_in_nothing_out(batch: int, length: int) -> None:
 def test_the_named_implementation_runs_every_stage(choice: str) -> None:
     inputs = plain(40)
     expected = m3attn.attend(*inputs, topk=2, block_size=16)
-    with registered("sparse_attention", "mine", lambda call: [call.out.zero_(), call.lse.zero_()]), m3attn.use("sparse_attention=mine"):
+    with registered("sparse_attention", "mine", lambda call: [call.out.zero_(), call.lse.zero_()].clear()), m3attn.use("sparse_attention=mine"):
         assert m3attn.attend(*inputs, topk=2, block_size=16).eq(0).all()
     if choice == "impl":
         assert torch.equal(m3attn.attend(*inputs, topk=2, block_size=16, impl="reference"), expected)
@@ -293,7 +293,7 @@ def test_normalisation_is_differentiable_where_the_row_may_be_written() -> None:
 def test_a_choice_may_name_keys_by_stage() -> None:
     inputs, options = plain(64), {"topk": 2, "block_size": 32}
     expected = m3attn.attend(*inputs, **options)
-    m3attn.register("sparse_attention", "zeros", lambda call: call.out.zero_())
+    m3attn.register("sparse_attention", "zeros", lambda call: call.out.__setitem__(..., 0))
     try:
         for choice in ("sparse_attention=zeros", "zeros", "reference,sparse_attention=zeros"):
             assert m3attn.attend(*inputs, impl=choice, **options).abs().sum() == 0, "a bare key applies to the stages that have it"
