@@ -74,8 +74,15 @@ def normalise_arch(arch: str) -> str:
 
 
 def arch_number(arch: str) -> int:
-    """90 for `sm_90`; 0 for `cpu`."""
-    return 0 if arch == "cpu" else int(arch.removeprefix("sm_"))
+    """90 for `sm_90`; 0 for `cpu`.
+
+    Raises:
+        ValueError: the name of another kind of device, such as `meta` or `mps`.
+    """
+    number = arch.removeprefix("sm_")
+    if arch != "cpu" and not number.isdigit():
+        raise ValueError(f"device: expected tensors on an NVIDIA GPU or the CPU, got {arch}")
+    return 0 if arch == "cpu" else int(number)
 
 
 _DEVICE_ARCH: dict[torch.device, str] = {}
@@ -101,7 +108,7 @@ def arch_of(device: torch.device | None = None) -> str:
             return "cpu"
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type != "cuda":
-        raise ValueError(f"device: expected tensors on an NVIDIA GPU or the CPU, got {device.type}")
+        return device.type
     arch = _DEVICE_ARCH.get(device)
     if arch is None:
         major, minor = torch.cuda.get_device_capability(device)

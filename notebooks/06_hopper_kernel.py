@@ -25,7 +25,6 @@ import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from unittest import mock
 
@@ -232,7 +231,7 @@ notes = [n for n in notes if n[0] == busiest and n[1] in (0, 4, 8)]
 addresses = sorted({n[3] for n in notes if n[2] == "mbar_init"})
 STAGES = (len(addresses) - 1) // 4
 loaded = [n[3] for n in notes if n[2] == "tma_load"]
-walked = [int((pages == page).nonzero()) for page, _ in groupby(loaded)]  # keys and values of a block follow each other
+walked = [int((pages == page).nonzero()) for page in dict.fromkeys(loaded)]  # values are loaded one block behind keys
 assert walked in [[block for block, _ in entries(ids[0, first : first + TILE])] for first in range(0, T, TILE)]
 print("blocks as they were loaded:", walked)
 print(f"{len(notes)} notes; {len(addresses)} barriers: full and empty for {STAGES} stages of keys and of values, and one for the last page")

@@ -39,14 +39,17 @@ def _divide_by_scalar(x, scalar):
     """
     if INTERPRETED:  # has no fused multiply-add
         result = tl.div_rn(x, scalar)
-    elif (tl.abs(scalar) >= 2.0**-60) & (tl.abs(scalar) <= 2.0**60):
+    else:
+        # Remainders of very small and very large scales leave fp32: a power of two, exact wherever the quotient matters, brings both nearer 1.
+        factor = tl.where(tl.abs(scalar) < 2.0**-60, 2.0**64, tl.where(tl.abs(scalar) > 2.0**60, 2.0**-64, 1.0))
+        if factor != 1.0:
+            x *= factor
+        scalar *= factor
         reciprocal = tl.div_rn(1.0, scalar)
         near = x * reciprocal
         # Triton's -x is 0 - x, an operation of its own that has no -0; a factor of -1 becomes a sign of the operand.
         excess = tl.fma(near, scalar, x * -1.0)
         result = tl.where(tl.abs(near) < 2.0**60, tl.fma(excess, -reciprocal, near), near)
-    else:
-        result = tl.div_rn(x, scalar)
     return result
 
 

@@ -41,8 +41,9 @@ def _tensor_ranges() -> list[tuple[int, int]]:
             with contextlib.suppress(Exception):  # half-built and exotic tensors may raise anything when looked at
                 if candidate.device.type == "cpu":
                     storage = candidate.untyped_storage()
-                    if storage.nbytes():
-                        ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+                    size = storage.nbytes()
+                    if isinstance(size, int) and size:  # torch.compile leaves tensors whose sizes are symbols
+                        ranges.append((storage.data_ptr(), storage.data_ptr() + size))
     return ranges
 
 

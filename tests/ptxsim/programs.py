@@ -39,14 +39,24 @@ def load(pointer: int) -> int:
     """Handle of the library whose image starts at `pointer`. An image without known PTX gets one too: only launching from it is an error."""
     image = _image(pointer)
     text = _ptx_of_cubin.get(_digest(image)) if image else None
-    if text is None and image:  # by kernel name, newest first
-        for candidate in reversed(list(_ptx_of_cubin.values())):
-            kernels = module_of(candidate).kernels
-            if kernels and all(name.encode() in image for name in kernels):
-                text = candidate
-                break
+    if text is None and image:
+        text = _held_by(image) or _named_in(image)
     _loaded.append(None if text is None else module_of(text))
     return len(_loaded)
+
+
+def _held_by(image: bytes) -> str | None:
+    """The text whose binary lies somewhere in the image, as in one that was padded or wrapped."""
+    return next((text for text in reversed(list(_ptx_of_cubin.values())) if _cubin_of_ptx[_digest(text.encode())] in image), None)
+
+
+def _named_in(image: bytes) -> str | None:
+    """The newest text all of whose kernels' names are in the image."""
+    for text in reversed(list(_ptx_of_cubin.values())):
+        kernels = module_of(text).kernels
+        if kernels and all(name.encode() in image for name in kernels):
+            return text
+    return None
 
 
 def loaded(handle: int) -> Module | None:
