@@ -37,6 +37,12 @@ def run(inputs: SparseMlaInputs, key: str, **changes: Any) -> Results:
     return m3attn.sparse_mla_prefill(inputs.q, inputs.kv, inputs.indices, impl=key, **(inputs.options | changes))
 
 
+def inputs_for(key: str, case: SparseMlaCase) -> SparseMlaInputs:
+    """The case's inputs, or a skip if the implementation declines it."""
+    skip_if_declined("sparse_mla_prefill", key, case.problem(arch()))
+    return sparse_mla_inputs(case, DEVICE)
+
+
 def check(inputs: SparseMlaInputs, results: Results, key: str, mode: str) -> float:
     q_dtype, kv_dtype, _ = MODES[mode]
     return check_sparse_mla(
@@ -56,7 +62,7 @@ def same(a: Results, b: Results) -> bool:
 
 @pytest.mark.parametrize(("key", "case"), matrix("sparse_mla_prefill", xs_sparse_mla(), full_sparse_mla()))
 def test_sparse_mla_prefill(key: str, case: SparseMlaCase) -> None:
-    inputs = sparse_mla_inputs(case, DEVICE)
+    inputs = inputs_for(key, case)
     results = run_or_skip("sparse_mla_prefill", key, case.problem(arch()), lambda: run(inputs, key))
     out, max_logits, lse = results
     assert out.dtype == torch.bfloat16 and out.shape == (case.queries, case.heads, 512)
@@ -70,7 +76,7 @@ def test_sparse_mla_prefill(key: str, case: SparseMlaCase) -> None:
 @pytest.mark.parametrize("key", keys("sparse_mla_prefill"))
 def test_invalid_indices_first(key: str, invalid: int) -> None:
     """A whole masked tile at the start must not spoil the running maximum."""
-    inputs = sparse_mla_inputs(replace(SMALL, topk=128, valid=1.0), DEVICE)
+    inputs = inputs_for(key, replace(SMALL, topk=128, valid=1.0))
     inputs.indices[:, :, :invalid] = -1
     check(inputs, run(inputs, key), key, "bf16")
 
@@ -78,7 +84,7 @@ def test_invalid_indices_first(key: str, invalid: int) -> None:
 @pytest.mark.parametrize("queries", pick((2, 17), (2, 300)))
 @pytest.mark.parametrize("key", keys("sparse_mla_prefill"))
 def test_no_valid_index_at_all(key: str, queries: int) -> None:
-    inputs = sparse_mla_inputs(replace(SMALL, queries=queries, topk=pick(32, 128), sink=True), DEVICE)
+    inputs = inputs_for(key, replace(SMALL, queries=queries, topk=pick(32, 128), sink=True))
     for index in (-1, 128, -(2**31), 2**31 - 1):
         inputs.indices.fill_(index)
         out, max_logits, lse = run(inputs, key)
@@ -88,7 +94,7 @@ def test_no_valid_index_at_all(key: str, queries: int) -> None:
 @pytest.mark.parametrize("key", keys("sparse_mla_prefill"))
 def test_indices_past_the_length_do_not_count(key: str) -> None:
     """In range, out of range, and over tokens of NaN; the same as if they were -1."""
-    inputs = sparse_mla_inputs(SMALL, DEVICE)
+    inputs = inputs_for(key, SMALL)
     length = torch.tensor([0, 33, 64], dtype=torch.int32, device=DEVICE)
     past = torch.arange(64, device=DEVICE) >= length[:, None]
     expected = run(replace(inputs, indices=inputs.indices.masked_fill(past[:, None], -1)), key)
@@ -102,15 +108,14 @@ def test_indices_past_the_length_do_not_count(key: str) -> None:
 @pytest.mark.parametrize("key", keys("sparse_mla_prefill"))
 def test_scale_of_one_is_none(key: str, mode: str) -> None:
     case = replace(SMALL, mode=mode)
-    skip_if_declined("sparse_mla_prefill", key, case.problem(arch()))
-    inputs = sparse_mla_inputs(case, DEVICE)
+    inputs = inputs_for(key, case)
     assert same(run(inputs, key), run(inputs, key, q_scale=1.0, kv_scale=torch.ones(1, device=DEVICE)))
 
 
 @pytest.mark.parametrize("queries", (3, 17))
 @pytest.mark.parametrize("key", keys("sparse_mla_prefill"))
 def test_heads_of_a_larger_buffer_and_own_outputs(key: str, queries: int) -> None:
-    inputs = sparse_mla_inputs(replace(SMALL, queries=queries), DEVICE)
+    inputs = inputs_for(key, replace(SMALL, queries=queries))
     expected = run(inputs, key)
     wide = poisoned((queries, 9, 640), torch.bfloat16, DEVICE)
     wide[:, 4:6, :576] = inputs.q
@@ -131,7 +136,7 @@ def test_heads_of_a_larger_buffer_and_own_outputs(key: str, queries: int) -> Non
 def test_split_queries_equal_whole_ones(key: str) -> None:
     """Up to 16 queries split their indices, more do not: the same within rounding."""
     case = SparseMlaCase(17, 2, pick(128, 2_048), 512, sink=True)
-    inputs = sparse_mla_inputs(case, DEVICE)
+    inputs = inputs_for(key, case)
     whole = run(inputs, key)
     parts = replace(inputs, q=inputs.q[:4], indices=inputs.indices[:4])
     split = run(parts, key)
@@ -148,10 +153,10 @@ def test_error_against_the_16_bit_path(key: str, capsys: pytest.CaptureFixture) 
     q, kv = (normal(shape, gen, DEVICE).to(torch.bfloat16) for shape in ((queries, 2, 576), (4 * topk, 1, 576)))
     indices = torch.rand(queries, 4 * topk, generator=gen).argsort(-1)[:, None, :topk].int().to(DEVICE)
     case = SparseMlaCase(queries, 2, topk, 4 * topk, mode="fp8_pv")
-    skip_if_declined("sparse_mla_prefill", key, case.problem(arch()))
     exact, _, _ = m3attn.sparse_mla_prefill(q, kv, indices, sm_scale=576**-0.5, impl="reference")
     q8, kv8 = (saturating_cast(x, E4M3) for x in (q, kv))
     for fp8_pv in (True, False):
+        skip_if_declined("sparse_mla_prefill", key, replace(case, mode="fp8_pv" if fp8_pv else "fp8").problem(arch()))
         out, _, _ = m3attn.sparse_mla_prefill(q8, kv8, indices, sm_scale=576**-0.5, fp8_pv=fp8_pv, impl=key)
         error = float((out.float() - exact.float()).norm() / exact.float().norm())
         with capsys.disabled():
@@ -203,7 +208,7 @@ def test_every_width_and_head_count_is_supported(topk: int) -> None:
 @pytest.mark.parametrize("key", GPU_KEY)
 def test_seventy_thousand_queries(key: str, mode: str) -> None:
     case = SparseMlaCase(70_000, 2, 64, 4_096, mode=mode)
-    inputs = sparse_mla_inputs(case, DEVICE)
+    inputs = inputs_for(key, case)
     results = run(inputs, key)
     rows = torch.tensor([0, 1, 2, 32_767, 32_768, 65_535, 65_536, 69_999], device=DEVICE)
     sampled = replace(inputs, q=indexable(inputs.q)[rows].view(inputs.q.dtype), indices=inputs.indices[rows])
