@@ -10,8 +10,8 @@ import torch
 
 from m3attn.batch import DECODE_MAX_SEQLEN_Q
 from m3attn.calls import SparseAttentionCall
-from m3attn.dsl_kernels.sparse_attention_sm90 import PrefillPlan, attend_in_groups, work_shape
-from m3attn.dsl_kernels.sparse_decode_sm90 import decode_workspace_bytes, sparse_decode
+from m3attn.dsl_kernels.sparse_attention_sm90 import PrefillPlan, attend_in_groups, by_phase, work_shape
+from m3attn.dsl_kernels.sparse_decode_sm90 import decode_workspace_bytes
 from m3attn.dsl_kernels.sparse_prefill_sm100 import sparse_prefill
 from m3attn.workspace import WorkShape, carve
 
@@ -32,19 +32,13 @@ def sparse_attention(call: SparseAttentionCall) -> None:
     Raises:
         UnsupportedProblem: a pool whose address or strides are no multiples of 16 bytes, or a workspace limit too small for an fp8 cache.
     """
-    if call.q.shape[0] == 0:
-        return
-    batch = call.batch
-    if batch.num_requests == 0 or batch.num_blocks == 0 or call.k.shape[0] == 0 or batch.page_table.shape[1] == 0:
-        call.out.zero_()
-        if call.lse is not None:
-            call.lse.fill_(float("-inf"))
-    elif batch.phase == "prefill":
-        assert call.workspace is not None
-        counter, _ = carve(call.workspace, 0, (1,), torch.int32)
-        attend_in_groups(call, _plan(work_shape(call)), lambda k, v, batch, kv_heads: sparse_prefill(call, k, v, batch, kv_heads, counter.zero_()))
-    else:
-        sparse_decode(call)
+    by_phase(call, _prefill)
+
+
+def _prefill(call: SparseAttentionCall) -> None:
+    assert call.workspace is not None
+    counter, _ = carve(call.workspace, 0, (1,), torch.int32)
+    attend_in_groups(call, _plan(work_shape(call)), lambda k, v, batch, kv_heads: sparse_prefill(call, k, v, batch, kv_heads, counter.zero_()))
 
 
 def _plan(shape: WorkShape) -> PrefillPlan:

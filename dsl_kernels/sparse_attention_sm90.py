@@ -89,6 +89,11 @@ def sparse_attention(call: SparseAttentionCall) -> None:
     Raises:
         UnsupportedProblem: a pool whose address or strides are no multiples of 16 bytes, or a workspace limit too small for an fp8 cache.
     """
+    by_phase(call, _prefill)
+
+
+def by_phase(call: SparseAttentionCall, prefill: Callable[[SparseAttentionCall], None]) -> None:
+    """`prefill` of a prefill with keys, the decode kernel for other steps with keys, zeros for a step without."""
     if call.q.shape[0] == 0:
         return
     batch = call.batch
@@ -97,7 +102,7 @@ def sparse_attention(call: SparseAttentionCall) -> None:
         if call.lse is not None:
             call.lse.fill_(float("-inf"))
     elif batch.phase == "prefill":
-        _prefill(call)
+        prefill(call)
     else:
         sparse_decode(call)
 
