@@ -29,6 +29,7 @@ def register(pointer: int, num_bytes: int) -> None:
 def _tensor_ranges() -> list[tuple[int, int]]:
     """[start, end) of every live CPU tensor's storage."""
     import torch
+    from torch._subclasses import FakeTensor  # on the CPU by its own account, with sizes and without memory
 
     ranges = list(_registered)
     is_tensor: dict[type, bool] = {}  # there are few types among many objects
@@ -36,14 +37,15 @@ def _tensor_ranges() -> list[tuple[int, int]]:
         kind = type(candidate)
         known = is_tensor.get(kind)
         if known is None:
-            known = is_tensor[kind] = issubclass(kind, torch.Tensor)
+            known = is_tensor[kind] = issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor)
         if known:
             with contextlib.suppress(Exception):  # half-built and exotic tensors may raise anything when looked at
                 if candidate.device.type == "cpu":
                     storage = candidate.untyped_storage()
                     size = storage.nbytes()
-                    if isinstance(size, int) and size:  # torch.compile leaves tensors whose sizes are symbols
-                        ranges.append((storage.data_ptr(), storage.data_ptr() + size))
+                    start = storage.data_ptr() if isinstance(size, int) else 0  # torch.compile leaves tensors whose sizes are symbols
+                    if start and size:
+                        ranges.append((start, start + size))
     return ranges
 
 

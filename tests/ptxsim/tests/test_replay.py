@@ -7,10 +7,12 @@ import struct
 import numpy as np
 import torch
 from needed import need
+from torch._subclasses import FakeTensorMode
 
 need()
 
 from ptxsim import replay
+from ptxsim.device import _tensor_ranges
 from ptxsim.machine.capture import Capture
 from ptxsim.machine.machine import Machine
 from ptxsim.translate.ptx import Module
@@ -75,3 +77,13 @@ def test_capture_and_replay(tmp_path: pathlib.Path) -> None:
     assert driver.calls.count("cuLaunchKernelEx") == 1 and "cuFuncSetAttribute" not in driver.calls
     assert "bytes equal 0.8" in replay.replay(HostDriver(16), saved)  # a device that does half of it
     assert data.tolist() == list(range(0, 64, 2))  # replay touches its own copies only
+
+
+def test_memory_of_tensors_that_have_none() -> None:
+    """A leaked fake tensor says that it is on the CPU, at address 0: a kernel's small integers would count as pointers into it."""
+    with FakeTensorMode():
+        fake = torch.empty(16)
+    real = torch.empty(16)
+    ranges = _tensor_ranges()
+    assert (real.data_ptr(), real.data_ptr() + 64) in ranges and fake.numel() == 16
+    assert all(start for start, _ in ranges)
