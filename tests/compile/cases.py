@@ -28,6 +28,8 @@ ATTENTION_MODES = {
     "fp8_pv": (E4M3, E4M3, True),
 }
 INDEX_MODES = {"bf16": (BF16, BF16), "fp16": (FP16, FP16), "fp32": (FP32, FP32), "bf16_e4m3": (BF16, E4M3), "e4m3": (E4M3, E4M3)}
+FAST_MODES = {"decode": ("bf16", "widen_e5m2", "fp8", "e4m3"), "verify": ("bf16",), "long_prefill": ("bf16", "widen_e5m2", "fp8", "e4m3")}
+"""What every test run compiles: the kernels of verify and short prefill are those of decode and long prefill in other tile sizes."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def attention_cases(stage: str) -> Iterator[Case]:
     """Every mode at M3's geometry per phase; bf16 over the other head counts, head dims and page sizes."""
     for phase in PHASES:
         for mode in ATTENTION_MODES:
-            yield attention(stage, phase, mode, fast=mode in ("bf16", "widen_e5m2", "fp8"))
+            yield attention(stage, phase, mode, fast=mode in FAST_MODES.get(phase, ()))
         for heads in ((16, 1), (8, 1), (24, 8), (32, 1)):
             yield attention(stage, phase, "bf16", heads=heads)
         for head_dim in (64, 192, 256):
@@ -74,7 +76,7 @@ def attention_cases(stage: str) -> Iterator[Case]:
         yield attention(stage, phase, "bf16", sink=True, lse=True)
         yield attention(stage, phase, "fp8", sink=True, lse=True, device_scales=True)
     for mode in ATTENTION_MODES:
-        yield attention(stage, "long_prefill", mode, fast=mode in ("bf16", "widen_e5m2", "fp8"))
+        yield attention(stage, "long_prefill", mode, fast=mode in FAST_MODES["long_prefill"])
     if stage == "sparse_attention":
         for phase in PHASES:
             yield attention(stage, phase, "bf16", page_size=16, block_size=16)
@@ -86,7 +88,7 @@ def union_cases(stage: str) -> Iterator[Case]:
     """Prefill in tiles of tokens: every mode, fp8 with copies widened beforehand and without, every tile shape of groups, both head dims."""
     for mode in ATTENTION_MODES:
         yield attention(stage, "prefill", mode, topk=2, impl="triton_union")  # too few reads for a copy
-        yield attention(stage, "long_prefill", mode, impl="triton_union", fast=mode in ("bf16", "widen_e5m2", "fp8"))
+        yield attention(stage, "long_prefill", mode, impl="triton_union", fast=mode in FAST_MODES["long_prefill"])
         yield attention(stage, "prefill", mode, head_dim=64, impl="triton_union")
     for heads in ((16, 1), (8, 1), (4, 4), (24, 8), (32, 1)):
         yield attention(stage, "prefill", "bf16", heads=heads, impl="triton_union")
@@ -135,14 +137,14 @@ def attention(
 def index_cases(stage: str) -> Iterator[Case]:
     for phase in PHASES:
         for mode in INDEX_MODES:
-            yield index(stage, phase, mode, fast=mode in ("bf16", "e4m3"))
+            yield index(stage, phase, mode, fast=mode in FAST_MODES.get(phase, ()))
         for heads in (1, 6):
             yield index(stage, phase, "bf16", heads=heads)
         yield index(stage, phase, "bf16", index_dim=64)
         for page_size, block_size in ((16, 128), (16, 16), (256, 256)):
             yield index(stage, phase, "bf16", page_size=page_size, block_size=block_size)
     for mode in INDEX_MODES:
-        yield index(stage, "long_prefill", mode, fast=mode in ("bf16", "e4m3"))
+        yield index(stage, "long_prefill", mode, fast=mode in FAST_MODES["long_prefill"])
 
 
 def index(
