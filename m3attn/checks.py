@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -32,7 +34,10 @@ def check_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{argument}: expected a tensor, got {type(tensor).__name__}")
     got = tensor.shape
-    if len(got) != len(shape) or any(want != n for want, n in zip(shape, got, strict=True) if not isinstance(want, str)):
+    fits = len(got) == len(shape)
+    for want, n in zip(shape, got, strict=fits):
+        fits = fits and (want == n or isinstance(want, str))
+    if not fits:
         raise ValueError(f"{argument}: expected shape [{', '.join(map(str, shape))}], got {list(got)}")
     if dtypes is not None and tensor.dtype not in dtypes:
         raise TypeError(f"{argument}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
@@ -108,16 +113,16 @@ def check_no_grad(implementation_key: str, tensors: Iterable[torch.Tensor | None
     """Kernels are forward only: refuse inputs that want gradients, except for the reference."""
     if implementation_key == "reference" or not torch.is_grad_enabled():
         return
-    if any(t is not None and t.requires_grad for t in tensors):
-        raise NotImplementedError(
-            f"{implementation_key} is forward only and an input requires grad: call under torch.no_grad(), or pass impl='reference'"
-        )
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{implementation_key} is forward only and an input requires grad: call under torch.no_grad(), or pass impl='reference'"
+            )
 
 
-def _byte_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """(byte stride, length) of each dimension, down to the single byte, largest stride first."""
-    size = tensor.element_size()
-    dims = [(stride * size, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and stride]
+def _byte_dims(size: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """(byte stride, length) of each dimension of elements of `size` bytes, down to the single byte, largest stride first."""
+    dims = [(stride * size, n) for stride, n in zip(strides, shape, strict=True) if n > 1 and stride]
     return sorted([*dims, (1, size)], reverse=True)
 
 
@@ -137,23 +142,41 @@ def _share_a_byte(gap: int, a: list[tuple[int, int]], b: list[tuple[int, int]]) 
     return any(_share_a_byte(gap + largest * step, inner_a, inner_b) for step in range(first, last + 1))
 
 
+Layout = tuple[int, torch.Size, tuple[int, ...]]
+"""Bytes of an element, shape, strides."""
+
+
+@lru_cache(maxsize=4096)
+def _layouts_overlap(gap: int, a: Layout, b: Layout) -> bool:
+    """Whether tensors of these layouts share a byte, if `b` starts `gap` bytes after `a`; remembered, because a step's buffers come again."""
+    return _share_a_byte(gap, _byte_dims(*a), _byte_dims(*b))
+
+
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors share a byte, exactly: K and V of one packed cache do not, however their bytes interleave."""
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
-    storage_a, storage_b = a.untyped_storage(), b.untyped_storage()
-    start_a, start_b = storage_a.data_ptr(), storage_b.data_ptr()
-    if start_a + storage_a.nbytes() <= start_b or start_b + storage_b.nbytes() <= start_a:
-        return False
-    return _share_a_byte(b.data_ptr() - a.data_ptr(), _byte_dims(a), _byte_dims(b))
+    gap = b.data_ptr() - a.data_ptr()
+    return _layouts_overlap(gap, (a.element_size(), a.shape, a.stride()), (b.element_size(), b.shape, b.stride()))
 
 
-def check_outputs(outputs: dict[str, torch.Tensor | None], inputs: dict[str, torch.Tensor | None]) -> None:
-    """Outputs overlap neither the inputs nor one another nor themselves. Raises ValueError naming both."""
-    present = [(name, t) for name, t in outputs.items() if t is not None]
-    for i, (name, tensor) in enumerate(present):
-        if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+def _storage_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the tensor's storage begins and ends."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
+
+
+def check_outputs(outputs: Mapping[str, torch.Tensor | None], inputs: Mapping[str, Any]) -> None:
+    """Outputs overlap neither the inputs nor one another nor themselves; inputs that are no tensors do not count. Raises ValueError naming both."""
+    present = [(name, tensor, *_storage_span(tensor)) for name, tensor in outputs.items() if tensor is not None]
+    if not present:
+        return
+    given = [(name, tensor, *_storage_span(tensor)) for name, tensor in inputs.items() if isinstance(tensor, torch.Tensor)]
+    for i, (name, tensor, start, end) in enumerate(present, 1):
+        if 0 in tensor.stride() and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(f"{name}: expected a buffer with a place for each element, got an expanded one (strides {tensor.stride()})")
-        for other_name, other in [*inputs.items(), *present[i + 1 :]]:
-            if other is not None and overlaps(tensor, other):
+        for other_name, other, other_start, other_end in (*given, *present[i:]):
+            # Storages that lie apart, as most do, need no closer look.
+            if start < other_end and other_start < end and overlaps(tensor, other):
                 raise ValueError(f"{name}: expected a buffer of its own, got one that overlaps {other_name}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
-from m3attn import registry
+from m3attn import registry, switches
 from m3attn.builtin import PRIORITIES
 from m3attn.problem import Problem
 from m3attn.registry import STAGES, BrokenImplementation, Implementation
@@ -143,8 +142,8 @@ def resolve(stage: str, problem: Problem, impl: str | None = None, declined: tup
         UnsupportedProblem: the named one cannot run it, or none can; lists the reasons.
     """
     registry.load_plugins()
-    environment = os.environ.get("M3ATTN_IMPL")
-    key = (stage, problem, impl, declined, _in_use.get(), environment, os.environ.get(DISABLE_CUTE), registry.version, registry.interpreter_enabled())
+    environment = switches.impl()
+    key = (stage, problem, impl, declined, _in_use.get(), environment, switches.disable_cute(), registry.version, registry.interpreter_enabled())
     known = _remembered.get(key)
     if known is None:
         if len(_remembered) > 4096:
@@ -155,7 +154,7 @@ def resolve(stage: str, problem: Problem, impl: str | None = None, declined: tup
 
 def is_autos(stage: str, problem: Problem, impl: str | None) -> bool:
     """Whether auto chooses, and neither `impl` nor a choice in force."""
-    return _explain(stage, problem, impl, os.environ.get("M3ATTN_IMPL")).chosen_by == "auto"
+    return _explain(stage, problem, impl, switches.impl()).chosen_by == "auto"
 
 
 def leave_out(implementation: Implementation, problem: Problem, error: BrokenImplementation) -> None:
@@ -195,7 +194,7 @@ def _failure(explanation: Explanation) -> str:
 
 def disabled_by_switch(key: str) -> str | None:
     """The switch that disables an implementation, if one does."""
-    if key.startswith("cute_") and os.environ.get(DISABLE_CUTE, "0") == "1":
+    if key.startswith("cute_") and switches.disable_cute() == "1":
         return f"{DISABLE_CUTE}=1"
     return None
 
@@ -259,7 +258,7 @@ def explain(stage: str, problem: Problem | None = None, *, impl: str | None = No
     from m3attn.rules import find_rule
 
     find_rule(rule)
-    explanation = _explain(stage, problem, impl, os.environ.get("M3ATTN_IMPL"))
+    explanation = _explain(stage, problem, impl, switches.impl())
     others = {i.key: reasons_against(i, problem) for i in registry.implementations(stage) if i.key not in explanation.reasons}
     fused = stage == "index_topk" and rule != "topk"
     notes = (f"rule {rule!r}: the fused stage is not used; index_score runs, then the rule",) if fused else ()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
+from m3attn import switches
 from m3attn.batch import PagedBatch
 
 
 def enabled() -> bool:
-    return os.environ.get("M3ATTN_CHECK", "0") == "1"
+    return switches.check() == "1"
 
 
 def _refuse_first(argument: str, values: torch.Tensor, bad: torch.Tensor, expected: str) -> None:

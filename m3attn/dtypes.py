@@ -17,7 +17,9 @@ NAME_TO_DTYPE: dict[str, torch.dtype] = {
     "fp8_e4m3": E4M3,
     "fp8_e5m2": E5M2,
 }
+_STORED = "bf16, fp16, fp32, fp8_e4m3, fp8_e5m2, or uint8 with a declared fp8 dtype"
 _DTYPE_TO_NAME = {dtype: name for name, dtype in NAME_TO_DTYPE.items()}
+_NAMES = ("auto", *NAME_TO_DTYPE)
 _SPELLINGS = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -46,7 +48,7 @@ def dtype_name(value: str | torch.dtype, *, argument: str = "dtype", accepted: t
     Raises:
         ValueError: an unknown or unaccepted spelling (fnuz flavours among them: they are another hardware's format).
     """
-    allowed = accepted if accepted is not None else ("auto", *NAME_TO_DTYPE)
+    allowed = _NAMES if accepted is None else accepted
     if isinstance(value, torch.dtype):
         name = _DTYPE_TO_NAME.get(value, str(value))
     elif isinstance(value, str):
@@ -75,14 +77,13 @@ def typed_storage(tensor: torch.Tensor, declared: str | torch.dtype | None, *, a
         TypeError: uint8 storage with no declared fp8 type, an integer cache, a foreign fp8 flavour, or a declaration
             that contradicts the tensor's own dtype.
     """
-    accepts = "bf16, fp16, fp32, fp8_e4m3, fp8_e5m2, or uint8 with a declared fp8 dtype"
     if tensor.dtype == torch.uint8:
         name = None if declared is None else dtype_name(declared, argument=f"{argument} dtype")
         if name not in ("fp8_e4m3", "fp8_e5m2"):
-            raise TypeError(f"{argument}: expected {accepts}, got uint8 declared as {declared!r}")
+            raise TypeError(f"{argument}: expected {_STORED}, got uint8 declared as {declared!r}")
         return tensor.view(NAME_TO_DTYPE[name])
-    if tensor.dtype not in FLOAT_DTYPES + FP8_DTYPES and tensor.dtype != torch.float64:
-        raise TypeError(f"{argument}: expected {accepts}, got {tensor.dtype}")
+    if tensor.dtype not in _DTYPE_TO_NAME:
+        raise TypeError(f"{argument}: expected {_STORED}, got {tensor.dtype}")
     if declared is not None:
         name = dtype_name(declared, argument=f"{argument} dtype")
         if name != "auto" and NAME_TO_DTYPE[name] != tensor.dtype:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from m3attn import registry
+from m3attn import registry, switches
 from m3attn.checks import check_int
 from m3attn.choice import UnsupportedProblem, auto_order, disabled_by_switch, named_in_force, reasons_against
 from m3attn.dtypes import dtype_name
@@ -119,7 +118,7 @@ def _named(implementation: str | None, stage: str) -> str | None:
     """The key that is named for a stage: by the argument if the stage has it, else by the choice in force."""
     if implementation is not None and registry.find(stage, implementation) is not None:
         return implementation
-    return named_in_force(stage, os.environ.get("M3ATTN_IMPL"))[0]
+    return named_in_force(stage, switches.impl())[0]
 
 
 def _unused_by(stage: str) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def _fp8_attention(problem: Problem, kv: str, named: str | None) -> tuple[bool, 
         return False, f"mode {problem.q_dtype}: the cache is {kv}"
     if kv == "fp8_e5m2":
         return False, "mode widen: an e5m2 cache is read widened (e5m2 holds too few bits of q)"
-    if os.environ.get(DISABLE_FP8_ATTN_GEMM, "0") == "1":
+    if switches.disable_fp8_attn_gemm() == "1":
         return False, f"mode widen: {DISABLE_FP8_ATTN_GEMM}=1"
     able = [i.key for i in registry.implementations("sparse_attention") if problem.arch in i.fp8_archs and disabled_by_switch(i.key) is None]
     if not able:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 
 import torch
+
+from m3attn import switches
 
 PHASES = ("prefill", "decode", "verify")
 
@@ -100,7 +101,7 @@ def arch_of(device: torch.device | None = None) -> str:
         return compile_target
     if device is not None and device.type == "cpu":
         return "cpu"
-    override = os.environ.get("M3ATTN_ARCH")
+    override = switches.arch()
     if override:
         return normalise_arch(override)
     if device is None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from m3attn.batch import LayerCache, PagedBatch
+from m3attn.batch import LayerCache, PagedBatch, phase_of
 from m3attn.checks import check_batch, check_key_value, check_number, check_outputs, check_tensor
 from m3attn.dtypes import E4M3, E5M2, FLOAT_DTYPES, dtype_name, is_fp8
 from m3attn.operators import BATCH, KV_CACHE, pack, pack_batch, pack_kv_cache, pack_scale, scale_schema, unpack, unpack_kv_cache, unpack_scale
 from m3attn.problem import Problem, arch_of
 from m3attn.scales import Scale, ScaleLike
+from m3attn.stages.execute import execute
 from m3attn.workspace import WorkShape, workspace_limit
 
 ATTENTION_DTYPES = (*FLOAT_DTYPES, torch.float64, E4M3)
@@ -20,14 +23,21 @@ CACHE_DTYPES = (*FLOAT_DTYPES, torch.float64, E4M3, E5M2)
 SINK_DTYPES = (*FLOAT_DTYPES, torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionInputs:
-    """A checked attention call: the fields its dataclass shares, its problem and its scratch shape."""
+class AttentionInputs(NamedTuple):
+    """A checked attention call: the fields its dataclass shares, its problem, its scratch shape, and what may not require gradients."""
 
     call: dict[str, Any]
     problem: Problem
     shape: WorkShape
     inputs: tuple[torch.Tensor | None, ...]
+
+    def execute(
+        self, stage: str, call_type: Callable[..., Any], impl: str | None, workspace: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Run the call; returns out, or (out, lse) where there is an lse."""
+        out, lse = self.call["out"], self.call["lse"]
+        execute(stage, call_type, self.call, self.problem, impl, self.inputs, shape=self.shape, workspace=workspace, device=out.device)
+        return out if lse is None else (out, lse)
 
 
 def output_dtype(q: torch.Tensor) -> torch.dtype:
@@ -97,55 +107,88 @@ def check_attention(
         lse = torch.empty(tokens, heads, dtype=lse_dtype(q.dtype), device=device)
     check_outputs(given, {"q": q, "cache.k": key, "cache.v": value, "ids": ids, "sink_key": sink_key})
     k_scale, v_scale, _ = cache.scales(device)
-    return AttentionInputs(
-        call={
-            "q": q,
-            "k": key,
-            "v": value,
-            "batch": batch,
-            "sm_scale": dim**-0.5 if sm_scale is None else check_number("sm_scale", sm_scale),
-            "q_scale": Scale.of(q_scale, argument="q_scale", device=device),
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "sink_key": sink_key,
-            "fp8_pv": fp8_pv,
-            "out": out,
-            "lse": lse,
-            "workspace": None,
-        },
-        problem=Problem(
-            arch=arch_of(device),
-            num_q_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=dim,
-            v_head_dim=value.shape[3],
-            page_size=batch.page_size,
-            block_size=batch.block_size,
-            topk=topk,
-            q_dtype=dtype_name(q.dtype),
-            kv_dtype=dtype_name(key.dtype),
-            sink=sink_key is not None,
-            lse=lse is not None,
-            fp8_pv=fp8_pv,
-            zero_on_alloc=cache.zero_on_alloc,
-            phase=batch.phase,
-        ),
-        shape=WorkShape(
-            tokens=tokens,
-            num_requests=batch.num_requests,
-            num_q_heads=heads,
-            num_kv_heads=kv_heads,
-            num_index_heads=0,
-            head_dim=dim,
-            topk=topk,
-            max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_k,
-            block_size=batch.block_size,
-            limit=workspace_limit(),
-            kv_dtype=dtype_name(key.dtype),
-        ),
-        inputs=(q, key, value, sink_key),
+    call = {
+        "q": q,
+        "k": key,
+        "v": value,
+        "batch": batch,
+        "sm_scale": dim**-0.5 if sm_scale is None else check_number("sm_scale", sm_scale),
+        "q_scale": Scale.of(q_scale, argument="q_scale", device=device),
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sink_key": sink_key,
+        "fp8_pv": fp8_pv,
+        "out": out,
+        "lse": lse,
+    }
+    problem, scratch_shape = _problem_and_shape(
+        arch_of(device),
+        q.shape,
+        q.dtype,
+        (kv_heads, value.shape[3]),
+        key.dtype,
+        topk,
+        (batch.num_requests, batch.max_seqlen_q, batch.max_seqlen_k, batch.page_size, batch.block_size),
+        (sink_key is not None, lse is not None, fp8_pv, cache.zero_on_alloc),
+        workspace_limit(),
     )
+    return AttentionInputs(call, problem, scratch_shape, (q, key, value, sink_key))
+
+
+@lru_cache(maxsize=4096)
+def _problem_and_shape(
+    arch: str,
+    q_shape: tuple[int, int, int],
+    q_dtype: torch.dtype,
+    kv_heads_and_dim: tuple[int, int],
+    kv_dtype: torch.dtype,
+    topk: int,
+    step: tuple[int, int, int, int, int],
+    options: tuple[bool, bool, bool, bool],
+    limit: int,
+) -> tuple[Problem, WorkShape]:
+    """Remembered, because a model's layers and steps ask for the same ones, and building them takes longer than all else that is checked.
+
+    Args:
+        step: num_requests, max_seqlen_q, max_seqlen_k, page_size, block_size.
+        options: sink, lse, fp8_pv, zero_on_alloc.
+    """
+    tokens, heads, dim = q_shape
+    kv_heads, value_dim = kv_heads_and_dim
+    num_requests, max_seqlen_q, max_seqlen_k, page_size, block_size = step
+    sink, lse, fp8_pv, zero_on_alloc = options
+    problem = Problem(
+        arch=arch,
+        num_q_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        v_head_dim=value_dim,
+        page_size=page_size,
+        block_size=block_size,
+        topk=topk,
+        q_dtype=dtype_name(q_dtype),
+        kv_dtype=dtype_name(kv_dtype),
+        sink=sink,
+        lse=lse,
+        fp8_pv=fp8_pv,
+        zero_on_alloc=zero_on_alloc,
+        phase=phase_of(max_seqlen_q),
+    )
+    shape = WorkShape(
+        tokens=tokens,
+        num_requests=num_requests,
+        num_q_heads=heads,
+        num_kv_heads=kv_heads,
+        num_index_heads=0,
+        head_dim=dim,
+        topk=topk,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        block_size=block_size,
+        limit=limit,
+        kv_dtype=dtype_name(kv_dtype),
+    )
+    return problem, shape
 
 
 OPTIONS = f"float? sm_scale, {scale_schema('q_scale')}, Tensor? sink_key, bool fp8_pv, str? impl"

@@ -12,7 +12,6 @@ from m3attn.calls import DenseAttentionCall
 from m3attn.operators import define, nothing
 from m3attn.scales import ScaleLike
 from m3attn.stages.attention import COMMON, NUM_COMMON, check_attention, fake_outputs, flatten, lse_dtype, output_buffers, unflatten
-from m3attn.stages.execute import execute
 
 
 def dense_attention(
@@ -96,9 +95,7 @@ def _eager(
         lse_out=lse_out,
     )
     device_checks.check_step(batch, q.shape[0], num_pages=checked.call["k"].shape[0])
-    call = DenseAttentionCall(**checked.call)
-    execute("dense_attention", call, checked.problem, impl, checked.inputs, shape=checked.shape, workspace=workspace, device=q.device)
-    return call.out if call.lse is None else (call.out, call.lse)
+    return checked.execute("dense_attention", DenseAttentionCall, impl, workspace)
 
 
 def _run_functional(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterable
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from typing import Any
 
 import torch
 
+from m3attn import switches
 from m3attn.batch import PagedBatch
 from m3attn.checks import check_no_grad, check_outputs
 from m3attn.choice import UnsupportedProblem, is_autos, leave_out, resolve
@@ -21,35 +21,43 @@ from m3attn.workspace import WorkShape
 
 def execute(
     stage: str,
-    call: Any,
+    call_type: Callable[..., Any],
+    values: dict[str, Any],
     problem: Problem,
     impl: str | None,
-    inputs: Iterable[torch.Tensor | None],
+    inputs: Collection[torch.Tensor | None],
     *,
     shape: WorkShape | None = None,
     workspace: torch.Tensor | None = None,
     device: torch.device,
 ) -> None:
-    """Run `call` with the implementation that `impl` or the choice in force names.
+    """Run the call `call_type(**values)` with the implementation that `impl` or the choice in force names.
+
+    Args:
+        values: the call's fields, but for `workspace` where there is a `shape`.
+        inputs: the tensors that may not require gradients.
+        shape: what the scratch depends on; None: the stage has none.
+        workspace: the caller's scratch.
 
     Raises:
         UnsupportedProblem, NotImplementedError, ValueError: as `resolve`, gradients, workspace.
         BrokenImplementation: a named implementation cannot be imported or compiled; auto goes on to the next one.
         TypeError: the implementation returned something.
     """
-    inputs = tuple(inputs)
     declined: tuple[str, ...] = ()
     while True:
         implementation = resolve(stage, problem, impl, declined)
         check_no_grad(implementation.key, inputs)
         try:
-            ready = call
-            if shape is not None and (scratch := scratch_for(implementation, shape, workspace, device)) is not None:
-                if workspace is not None:
-                    check_outputs({"workspace": workspace}, {f.name: t for f in fields(call) if isinstance(t := getattr(call, f.name), torch.Tensor)})
-                ready = replace(call, workspace=scratch)
-            log_call(stage, implementation.key, ready)
-            returned = implementation.load()(ready)
+            if shape is None:
+                call = call_type(**values)
+            else:
+                scratch = scratch_for(implementation, shape, workspace, device)
+                if scratch is not None and workspace is not None:
+                    check_outputs({"workspace": workspace}, values)
+                call = call_type(**values, workspace=scratch)
+            log_call(stage, implementation.key, call)
+            returned = implementation.load()(call)
         except BrokenImplementation as error:
             if not is_autos(stage, problem, impl):
                 raise
@@ -79,7 +87,7 @@ def log_launch(what: str, key: str, **values: Any) -> None:
 
 
 def _logs_calls() -> bool:
-    return os.environ.get("M3ATTN_LOG_CALLS", "0") == "1"
+    return switches.log_calls() == "1"
 
 
 def scratch_for(implementation: Implementation, shape: WorkShape, workspace: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
@@ -95,7 +103,7 @@ def scratch_for(implementation: Implementation, shape: WorkShape, workspace: tor
         raise ValueError(f"workspace: expected a contiguous tensor that starts at a multiple of 16 bytes, got strides {workspace.stride()}")
     if workspace.device != device:
         raise ValueError(f"workspace: expected a tensor on {device}, got one on {workspace.device}")
-    flat = workspace.reshape(-1).view(torch.uint8)
+    flat = workspace if workspace.dtype == torch.uint8 and workspace.dim() == 1 else workspace.reshape(-1).view(torch.uint8)
     if flat.numel() < needed:
         raise ValueError(
             f"workspace: expected at least {needed} bytes for {implementation.stage} ({implementation.key}), got {flat.numel()}; "

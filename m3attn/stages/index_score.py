@@ -105,7 +105,7 @@ def _eager(
     else:
         check_tensor("out", out, [heads, tokens, batch.num_blocks], [torch.float32], index_q.device, unit_last_stride=False)
         check_outputs({"out": out}, {"index_q": index_q, "cache.index_k": index_k})
-    call = IndexScoreCall(
+    call = dict(
         index_q=index_q,
         index_k=index_k,
         batch=batch,
@@ -114,7 +114,7 @@ def _eager(
         out=out,
     )
     device_checks.check_step(batch, tokens, num_pages=index_k.shape[0])
-    execute("index_score", call, problem, impl, (index_q, index_k), device=index_q.device)
+    execute("index_score", IndexScoreCall, call, problem, impl, (index_q, index_k), device=index_q.device)
     return out
 
 

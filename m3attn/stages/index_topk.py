@@ -88,7 +88,7 @@ def _eager(
     check_selection(topk, init_blocks, local_blocks)
     tokens, heads, dim = index_q.shape
     out = ids_buffer(out, heads, tokens, topk, {"index_q": index_q, "cache.index_k": index_k}, index_q.device)
-    call = IndexTopkCall(
+    call = dict(
         index_q=index_q,
         index_k=index_k,
         batch=batch,
@@ -98,7 +98,6 @@ def _eager(
         index_q_scale=Scale.of(index_q_scale, argument="index_q_scale", device=index_q.device),
         index_k_scale=cache.scales(index_q.device)[2],
         out=out,
-        workspace=None,
     )
     shape = WorkShape(
         tokens=tokens,
@@ -117,6 +116,7 @@ def _eager(
     device_checks.check_step(batch, tokens, num_pages=index_k.shape[0])
     execute(
         "index_topk",
+        IndexTopkCall,
         call,
         replace(problem, topk=topk),
         impl,

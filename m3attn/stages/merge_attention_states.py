@@ -61,8 +61,8 @@ def _eager(
         check_tensor("lse", lse, [tokens, heads], [lse_dtype], device, unit_last_stride=False)
         check_outputs({"out": out, "lse": lse}, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
     problem = Problem(arch=arch_of(device), num_q_heads=heads, head_dim=dim, q_dtype=dtype_name(out_a.dtype))
-    call = MergeAttentionStatesCall(out_a, lse_a, out_b, lse_b, out, lse)
-    execute("merge_attention_states", call, problem, impl, (out_a, lse_a, out_b, lse_b), device=device)
+    call = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b, "out": out, "lse": lse}
+    execute("merge_attention_states", MergeAttentionStatesCall, call, problem, impl, (out_a, lse_a, out_b, lse_b), device=device)
     return out, lse
 
 

@@ -87,8 +87,8 @@ def _eager(
         q_dtype=dtype_name(v.dtype),
         kv_dtype="fp8_e4m3",
     )
-    call = MlaKvPackQuantizeCall(k_nope, k_pe, v, k_factor, v_factor, k_out, v_out)
-    execute("mla_kv_pack_quantize", call, problem, impl, (k_nope, k_pe, v), device=v.device)
+    call = {"k_nope": k_nope, "k_pe": k_pe, "v": v, "k_scale": k_factor, "v_scale": v_factor, "k_out": k_out, "v_out": v_out}
+    execute("mla_kv_pack_quantize", MlaKvPackQuantizeCall, call, problem, impl, (k_nope, k_pe, v), device=v.device)
     return k_out, v_out
 
 

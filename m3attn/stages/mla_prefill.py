@@ -120,7 +120,7 @@ def _eager(
     elif return_lse:
         lse = torch.empty(tokens, heads, dtype=lse_dtype(q.dtype), device=device)
     check_outputs(given, inputs)
-    call = MlaPrefillCall(
+    call = dict(
         q=q,
         k=k,
         v=v,
@@ -136,7 +136,7 @@ def _eager(
         lse=lse,
     )
     problem = prefill_problem(device, heads, dim, value_dim, q.dtype, lse=lse is not None, fp8_pv=bool(fp8_pv))
-    execute("mla_prefill", call, problem, impl, (q, k, v), device=device)
+    execute("mla_prefill", MlaPrefillCall, call, problem, impl, (q, k, v), device=device)
     return out if lse is None else (out, lse)
 
 

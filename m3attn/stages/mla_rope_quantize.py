@@ -87,7 +87,7 @@ def _eager(
     q_out = e4m3_buffer("q_out", q_out, [tokens, heads, dim], inputs, q)
     k_out = e4m3_buffer("k_out", k_out, [tokens, heads, dim], inputs, q)
     check_outputs({"q_out": q_out, "k_out": k_out}, {})
-    call = MlaRopeQuantizeCall(
+    call = dict(
         q_nope=q[..., :nope],
         q_pe=q[..., nope:],
         k_nope=k_nope,
@@ -101,7 +101,7 @@ def _eager(
         k_out=k_out,
     )
     problem = Problem(arch=arch_of(q.device), num_q_heads=heads, num_kv_heads=heads, head_dim=dim, q_dtype=dtype_name(q.dtype), kv_dtype="fp8_e4m3")
-    execute("mla_rope_quantize", call, problem, impl, (q, k_nope, k_pe, cos_sin), device=q.device)
+    execute("mla_rope_quantize", MlaRopeQuantizeCall, call, problem, impl, (q, k_nope, k_pe, cos_sin), device=q.device)
     return q_out, k_out
 
 

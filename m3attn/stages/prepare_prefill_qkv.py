@@ -6,18 +6,16 @@ registration); for the others a plain 16-bit path does it.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
-from m3attn import device_checks
+from m3attn import device_checks, switches
 from m3attn.batch import LatentCache
 from m3attn.calls import PreparePrefillQkvCall
 from m3attn.checks import check_no_grad, check_outputs, check_tensor
 from m3attn.choice import UnsupportedProblem, resolve
 from m3attn.dtypes import E4M3, is_fp8
-from m3attn.modes import DISABLE_FP8_ATTN_GEMM
 from m3attn.operators import define, pack_mutated, pack_scale, scale_schema, unpack_scale
 from m3attn.pools.insert import SlotValues, insert_plain
 from m3attn.problem import arch_number, arch_of
@@ -154,7 +152,7 @@ def _choose(q_nope: torch.Tensor, rope_dim: int, value_dim: int, cache_dtype: to
     geometry, arch = (q_nope.device, int(heads), int(nope + rope_dim), int(value_dim)), arch_of(q_nope.device)
     if cache_dtype == E4M3 and 0 < arch_number(arch) < 89:
         raise UnsupportedProblem(f"prepare_prefill_qkv: an e4m3 latent cache on {arch}: needs sm_89 or newer; a 16-bit one works")
-    if cache_dtype == E4M3 and os.environ.get(DISABLE_FP8_ATTN_GEMM, "0") != "1":
+    if cache_dtype == E4M3 and switches.disable_fp8_attn_gemm() != "1":
         try:
             implementation = resolve("mla_prefill", prefill_problem(*geometry, E4M3), impl)
         except UnsupportedProblem:

@@ -209,7 +209,7 @@ def _eager(
         {"qkv": qkv, "cos_sin": cos_sin, "positions": positions, "slots": slots, "index_slots": index_slots}
         | {f"weights.{name}": weight for name, weight in zip(NormWeights._fields, norm, strict=True)},
     )
-    call = QkNormRopeInsertCall(
+    call = dict(
         qkv=qkv,
         q_weight=norm.q,
         k_weight=norm.k,
@@ -248,7 +248,7 @@ def _eager(
         index_q_dtype="none" if not with_index else dtype_name(qkv.dtype if index_q_out is None else index_q_out.dtype),
         index_dtype="none" if not with_index else dtype_name(qkv.dtype if index_cache is None else index_cache.dtype),
     )
-    execute("qk_norm_rope_insert", call, problem, impl, (qkv, norm.q, norm.k, norm.index_q, norm.index_k), device=device)
+    execute("qk_norm_rope_insert", QkNormRopeInsertCall, call, problem, impl, (qkv, norm.q, norm.k, norm.index_q, norm.index_k), device=device)
     return _results(qkv, heads, q_out, index_q_out, skip_index)
 
 

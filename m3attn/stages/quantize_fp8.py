@@ -89,7 +89,8 @@ def _eager(
         scale_out = torch.empty(_scale_shape(x, mode), dtype=torch.float32, device=x.device)
     flat_scale = None if scale_out is None else scale_out.view(-1)
     problem = Problem(arch=arch_of(x.device), q_dtype=dtype_name(x.dtype), kv_dtype=dtype_name(fp8), dynamic_scale=mode != "static")
-    execute("quantize_fp8", QuantizeFp8Call(x, mode, static, out, flat_scale, pdl), problem, impl, (x,), device=x.device)
+    call = {"x": x, "mode": mode, "scale": static, "out": out, "scale_out": flat_scale, "pdl": pdl}
+    execute("quantize_fp8", QuantizeFp8Call, call, problem, impl, (x,), device=x.device)
     return out if scale_out is None else (out, scale_out)
 
 

@@ -87,9 +87,9 @@ def _eager(
     problem = Problem(
         arch=arch_of(device), num_index_heads=heads, page_size=batch.page_size, block_size=batch.block_size, topk=topk, phase=batch.phase
     )
-    call = SelectBlocksCall(scores, batch, topk, init_blocks, local_blocks, out)
+    call = {"scores": scores, "batch": batch, "topk": topk, "init_blocks": init_blocks, "local_blocks": local_blocks, "out": out}
     device_checks.check_step(batch, tokens, num_pages=None)
-    execute("select_blocks", call, problem, impl, (scores,), device=device)
+    execute("select_blocks", SelectBlocksCall, call, problem, impl, (scores,), device=device)
     return out
 
 

@@ -13,7 +13,6 @@ from m3attn.checks import MAX_TOPK, check_int, check_tensor
 from m3attn.operators import define, nothing
 from m3attn.scales import ScaleLike
 from m3attn.stages.attention import COMMON, NUM_COMMON, check_attention, fake_outputs, flatten, lse_dtype, output_buffers, unflatten
-from m3attn.stages.execute import execute
 
 
 def sparse_attention(
@@ -109,9 +108,8 @@ def _eager(
     check_tensor("ids", ids, [checked.problem.num_kv_heads, q.shape[0], topk], None, q.device, unit_last_stride=False)
     device_checks.check_step(batch, q.shape[0], num_pages=checked.call["k"].shape[0])
     device_checks.check_ids(ids, batch.num_blocks)
-    call = SparseAttentionCall(ids=ids, **checked.call)
-    execute("sparse_attention", call, checked.problem, impl, checked.inputs, shape=checked.shape, workspace=workspace, device=q.device)
-    return call.out if call.lse is None else (call.out, call.lse)
+    checked.call["ids"] = ids
+    return checked.execute("sparse_attention", SparseAttentionCall, impl, workspace)
 
 
 def _run_functional(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:

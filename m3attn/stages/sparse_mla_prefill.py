@@ -132,7 +132,7 @@ def _eager(
         contiguous_buffer("lse", lse, [queries, heads], torch.float32, inputs, q)
     check_outputs(given, {})
     fp8_pv = bool(fp8_pv) and q.dtype == E4M3
-    call = SparseMlaPrefillCall(
+    call = dict(
         q=q,
         kv=kv[:, 0],
         indices=indices[:, 0],
@@ -145,7 +145,6 @@ def _eager(
         out=out,
         max_logits=max_logits,
         lse=lse,
-        workspace=None,
     )
     problem = Problem(
         arch=arch_of(device),
@@ -174,7 +173,7 @@ def _eager(
         block_size=1,
         limit=workspace_limit(),
     )
-    execute("sparse_mla_prefill", call, problem, impl, (q, kv, attn_sink), shape=shape, device=device)
+    execute("sparse_mla_prefill", SparseMlaPrefillCall, call, problem, impl, (q, kv, attn_sink), shape=shape, device=device)
     return out, max_logits, lse
 
 
