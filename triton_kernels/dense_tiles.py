@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from m3attn.triton_kernels.fp8 import query_key_dot, weighted_values
-from m3attn.triton_kernels.primitives import online_softmax, physical_page
+from m3attn.triton_kernels.primitives import online_softmax, physical_page, widen
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def attend_tiles(
         is_value = keys < end if MASKED else None
         v = load_rows(v_ptr, tile_offsets(page, start, v_strides, PAGE_SIZE, BLOCK_N), is_value, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         if q.dtype == tl.float32:
-            v = v.to(tl.float32)
+            v = widen(v)
         accumulator = weighted_values(p, v, accumulator * rescale[:, None], FP8_PV)
         # Looked up one tile ahead: a lookup in front of the tile it leads to would put two memory latencies in each step of the pipeline.
         page = tile_pages(page_table_ptr, page_table_stride, request, start + BLOCK_N, end, max_pages, num_pages, PAGE_SIZE, BLOCK_N)

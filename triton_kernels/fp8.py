@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from m3attn.triton_kernels.primitives import INTERPRETED, dot
+from m3attn.triton_kernels.primitives import INTERPRETED, dot, widen
 from m3attn.triton_kernels.saturate import round_to
 
 WEIGHT_SCALE = tl.constexpr(256.0)
@@ -40,7 +40,7 @@ def short_dot(a, b):
     """
     S: tl.constexpr = a.shape[1]
     if INTERPRETED or S > SHORT_SUM or S < 32:
-        result = dot(a.to(tl.float16), b.to(tl.float16))
+        result = dot(widen(a, tl.float16), widen(b, tl.float16))
     else:
         result = tl.dot(a, b, max_num_imprecise_acc=S, out_dtype=tl.float32)
     return result
@@ -55,7 +55,7 @@ def add_short_sums(a, b, accumulator):
     S: tl.constexpr = a.shape[1]
     LONGEST: tl.constexpr = S if S < SHORT_SUM else SHORT_SUM
     if INTERPRETED or S < 32:
-        result = dot(a.to(tl.float16), b.to(tl.float16), accumulator)
+        result = dot(widen(a, tl.float16), widen(b, tl.float16), accumulator)
     else:
         result = tl.dot(a, b, accumulator, max_num_imprecise_acc=LONGEST, out_dtype=tl.float32)
     return result
@@ -64,7 +64,7 @@ def add_short_sums(a, b, accumulator):
 @triton.jit
 def widen_to(x, DTYPE: tl.constexpr):
     """x exactly in the wider type DTYPE; fp8 reaches bf16 through fp16 and fp32, as Hopper's direct conversions run at a quarter of the rate."""
-    return x.to(tl.float16).to(tl.float32).to(DTYPE) if x.dtype.is_fp8() and DTYPE.is_bf16() else x.to(DTYPE)
+    return widen(x, tl.float16).to(tl.float32).to(DTYPE) if x.dtype.is_fp8() and DTYPE.is_bf16() else widen(x, DTYPE)
 
 
 @triton.jit
@@ -81,9 +81,9 @@ def weighted_values(p, v, accumulator, FP8_PV: tl.constexpr):
         if v.dtype.is_fp8():
             accumulator += short_dot(weights, v)
         else:
-            accumulator = dot(weights.to(v.dtype), v, accumulator)
+            accumulator = dot(widen(weights, v.dtype), v, accumulator)
     elif v.dtype.is_fp8():
-        accumulator = dot(p.to(tl.float16), v.to(tl.float16), accumulator)
+        accumulator = dot(p.to(tl.float16), widen(v, tl.float16), accumulator)
     else:
         accumulator = dot(round_to(p, v.dtype), v, accumulator)
     return accumulator
@@ -109,8 +109,8 @@ def split_pairs(words, DTYPE: tl.constexpr):
     memory transposes; single bytes would be gathered one by one.
     """
     if INTERPRETED or not cuda_capability_geq(8, 9):
-        even = (words & 0xFF).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
-        odd = (words >> 8).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
+        even = widen((words & 0xFF).to(tl.uint8).to(DTYPE, bitcast=True), tl.float16)
+        odd = widen((words >> 8).to(tl.uint8).to(DTYPE, bitcast=True), tl.float16)
     else:
         # Two words at a time: bytes 0 and 2 are even columns, 1 and 3 odd ones.
         even, odd = tl.inline_asm_elementwise(
@@ -122,7 +122,7 @@ def split_pairs(words, DTYPE: tl.constexpr):
 @triton.jit
 def weighted_value_pairs(p, words, even, odd, DTYPE: tl.constexpr, FP8_PV: tl.constexpr):
     """`weighted_values` for the words of `split_pairs`: the accumulators of the even and the odd columns, [M, D / 2] each."""
-    weights = round_to(p * WEIGHT_SCALE, tl.float8e4nv).to(tl.float16) if FP8_PV else p.to(tl.float16)
+    weights = widen(round_to(p * WEIGHT_SCALE, tl.float8e4nv), tl.float16) if FP8_PV else p.to(tl.float16)
     even_values, odd_values = split_pairs(words, DTYPE)
     return dot(weights, even_values, even), dot(weights, odd_values, odd)
 

@@ -19,7 +19,7 @@ from m3attn.batch import DECODE_MAX_SEQLEN_Q
 from m3attn.calls import IndexScoreCall, IndexTopkCall
 from m3attn.dtypes import is_fp8
 from m3attn.triton_kernels.launch import cdiv, current_arch, launch, next_power_of_2, num_sms
-from m3attn.triton_kernels.primitives import INTERPRETED, dot, load_scale, physical_page, tile_rows
+from m3attn.triton_kernels.primitives import INTERPRETED, dot, load_scale, physical_page, tile_rows, widen
 from m3attn.triton_kernels.rows import block_b, num_row_tiles
 
 MMA_ROWS: dict[str, str | int | None] = {"index_score_prefill_kernel": "BLOCK_M", "index_score_decode_kernel": "BLOCK_N"}
@@ -138,7 +138,7 @@ def index_score_prefill_kernel(
         queries = tl.load(
             index_q_ptr + (row * q_strides[0] + head * q_strides[1])[:, None] + offs_d[None, :], mask=row_exists[:, None], other=0.0
         )  # [BLOCK_M, DIM]
-        queries = queries.to(DOT_TYPE)
+        queries = widen(queries, DOT_TYPE)
         scale = load_scale(q_scale, q_scale_ptr) * load_scale(k_scale, k_scale_ptr)
         nothing = tl.full([BLOCK_M, BLOCKS_PER_TILE], float("-inf"), tl.float32)
         best = nothing
@@ -148,7 +148,7 @@ def index_score_prefill_kernel(
             keys = load_index_keys(index_k_ptr, k_strides, page, start, PAGE_SIZE, BLOCK_N, DIM)  # [BLOCK_N, DIM]
             # One tile ahead, which keeps it out of the pipeline of loads: every stage of that holds keys.
             page = page_of_keys(page_table_ptr, page_table_stride, request, start + BLOCK_N, seq_len, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
-            logits = dot(queries, tl.trans(keys.to(DOT_TYPE)))  # [BLOCK_M, BLOCK_N]
+            logits = dot(queries, tl.trans(widen(keys, DOT_TYPE)))  # [BLOCK_M, BLOCK_N]
             if start + BLOCK_N - 1 > first_position:
                 offs_n = start + tl.arange(0, BLOCK_N)
                 logits = tl.where(offs_n[None, :] <= position[:, None], logits, float("-inf"))
@@ -223,7 +223,7 @@ def index_score_decode_kernel(
         queries = tl.load(
             index_q_ptr + (row * q_strides[0] + head * q_strides[1])[:, None] + offs_d[None, :], mask=row_exists[:, None], other=0.0
         )  # [BLOCK_C, DIM]
-        queries = tl.trans(queries.to(DOT_TYPE))
+        queries = tl.trans(widen(queries, DOT_TYPE))
         scale = load_scale(q_scale, q_scale_ptr) * load_scale(k_scale, k_scale_ptr)
         nothing = tl.full([BLOCKS_PER_TILE, BLOCK_C], float("-inf"), tl.float32)
         best = nothing
@@ -232,7 +232,7 @@ def index_score_decode_kernel(
             keys = load_index_keys(index_k_ptr, k_strides, page, start, PAGE_SIZE, BLOCK_N, DIM)  # [BLOCK_N, DIM]
             # One tile ahead, which keeps it out of the pipeline of loads: every stage of that holds keys.
             page = page_of_keys(page_table_ptr, page_table_stride, request, start + BLOCK_N, seq_len, max_pages, num_pages, PAGE_SIZE, BLOCK_N)
-            logits = dot(keys.to(DOT_TYPE), queries)  # [BLOCK_N, BLOCK_C]
+            logits = dot(widen(keys, DOT_TYPE), queries)  # [BLOCK_N, BLOCK_C]
             if start + BLOCK_N - 1 > first_position:
                 offs_n = start + tl.arange(0, BLOCK_N)
                 logits = tl.where(offs_n[:, None] <= position[None, :], logits, float("-inf"))

@@ -10,8 +10,9 @@ from m3attn.calls import MlaRopeQuantizeCall, PreparePrefillQkvCall, QuantizeFp8
 from m3attn.dtypes import is_fp8
 from m3attn.triton_kernels.launch import launch, next_power_of_2
 from m3attn.triton_kernels.mla_quantize import mla_rope_quantize, rotated_rows, store_rounded
+from m3attn.triton_kernels.primitives import widen
 from m3attn.triton_kernels.quantize import quantize_fp8
-from m3attn.triton_kernels.saturate import divisor, widen
+from m3attn.triton_kernels.saturate import divisor
 
 MMA_ROWS: dict[str, str | int | None] = {"latent_insert_kernel": None}
 

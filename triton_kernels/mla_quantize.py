@@ -11,7 +11,8 @@ import triton.language as tl
 
 from m3attn.calls import MlaKvPackQuantizeCall, MlaRopeQuantizeCall
 from m3attn.triton_kernels.launch import cdiv, current_arch, launch, next_power_of_2
-from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to, widen
+from m3attn.triton_kernels.primitives import widen
+from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to
 
 MMA_ROWS: dict[str, str | int | None] = {"mla_rope_quantize_kernel": None, "mla_kv_pack_quantize_kernel": None}
 

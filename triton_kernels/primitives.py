@@ -15,11 +15,36 @@ INT32_MAX = tl.constexpr(2147483647)
 
 
 @triton.jit
+def widen(x, DTYPE: tl.constexpr = tl.float32):
+    """x exactly in DTYPE, which has every value of x's type; NaN and infinities stay what they are.
+
+    The interpreter's own casts get subnormal bf16 wrong, NaN of e4m3 (480 to it), NaN and infinities of e5m2, and its subnormals.
+    """
+    IS_INEXACT: tl.constexpr = INTERPRETED and (x.dtype == tl.bfloat16 or x.dtype.is_fp8())
+    return _decode(x).to(DTYPE) if IS_INEXACT and x.dtype != DTYPE else x.to(DTYPE)
+
+
+@triton.jit
+def _decode(x):
+    """bf16 or fp8 in fp32, by its bits."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        code = x.to(tl.uint8, bitcast=True).to(tl.uint16)
+        if x.dtype.is_fp8e5():  # the high byte of an fp16
+            wide = (code << 8).to(tl.float16, bitcast=True).to(tl.float32)
+        else:  # one exponent bit less than fp16: shifted into place it is 2^-8 of itself
+            half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
+            wide = tl.where((code & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    return wide
+
+
+@triton.jit
 def dot(a, b, accumulator=None):
     """a @ b (+ accumulator) in fp32. fp32 operands use IEEE products; the interpreter multiplies 16- and 8-bit operands as fp32, which is exact."""
     if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        a = widen(a)
+        b = widen(b)
     if accumulator is None:
         result = tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
     else:
@@ -137,5 +162,5 @@ def sink_share(q, sink_key, scale, lse):
 
     q and sink_key [M, D] are widened here, so the logit is fp32 whatever q is. A row without keys keeps 0.
     """
-    logit = tl.sum(q.to(tl.float32) * sink_key.to(tl.float32), axis=1) * scale
+    logit = tl.sum(widen(q) * widen(sink_key), axis=1) * scale
     return tl.where(lse == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(logit - lse)))

@@ -12,7 +12,8 @@ import triton.language as tl
 from m3attn.calls import QkNormRopeInsertCall
 from m3attn.scales import Scale
 from m3attn.triton_kernels.launch import cdiv, current_arch, launch, next_power_of_2
-from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to, widen
+from m3attn.triton_kernels.primitives import widen
+from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to
 
 MMA_ROWS: dict[str, str | int | None] = {"_norm_rope_insert_kernel": None}
 HEAD_DIM = tl.constexpr(128)

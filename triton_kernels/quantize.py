@@ -12,7 +12,8 @@ import triton.language as tl
 from m3attn.calls import QuantizeFp8Call
 from m3attn.problem import arch_number
 from m3attn.triton_kernels.launch import cdiv, current_arch, launch, next_power_of_2
-from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to, widen
+from m3attn.triton_kernels.primitives import widen
+from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to
 
 MMA_ROWS: dict[str, str | int | None] = {"_quantize_kernel": None, "_scale_kernel": None, "_quantize_rows_kernel": None}
 MIN_AMAX = tl.constexpr(2.0**-100)

@@ -54,17 +54,6 @@ def _divide_by_scalar(x, scalar):
 
 
 @triton.jit
-def widen(x):
-    """x in fp32, exactly (subnormal bf16 too, which the interpreter's own cast gets wrong)."""
-    if INTERPRETED and x.dtype == tl.bfloat16:
-        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        wide = bits.to(tl.float32, bitcast=True)
-    else:
-        wide = x.to(tl.float32)
-    return wide
-
-
-@triton.jit
 def round_to(x, DTYPE: tl.constexpr):
     """fp32 x as DTYPE, in one rounding to nearest even.
 

@@ -21,7 +21,7 @@ from m3attn.problem import arch_number
 from m3attn.triton_kernels.dense_tiles import grouped_rows, load_rows, tile_offsets, tile_pages
 from m3attn.triton_kernels.fp8 import finish_values, query_key_dot, weighted_values
 from m3attn.triton_kernels.launch import cdiv, current_arch, launch, next_power_of_2
-from m3attn.triton_kernels.primitives import INT32_MAX, LOG2E, finish_softmax, load_scale, sink_share, tile_rows
+from m3attn.triton_kernels.primitives import INT32_MAX, LOG2E, finish_softmax, load_scale, sink_share, tile_rows, widen
 from m3attn.triton_kernels.rows import block_b, num_row_tiles
 from m3attn.triton_kernels.sparse_attention import groups_to_widen, mode_of
 from m3attn.triton_kernels.sparse_attention import sparse_attention as query_by_query
@@ -167,7 +167,7 @@ def attend_union(
         is_value = start + offs_n < tile_visible if MASKED else None
         v = load_rows(v_ptr, tile_offsets(page, start, v_strides, PAGE_SIZE, BLOCK_N), is_value, BLOCK_D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         if q.dtype == tl.float32:
-            v = v.to(tl.float32)
+            v = widen(v)
         accumulator = weighted_values(p, v, accumulator * rescale[:, None], FP8_PV)
         # Looked up ahead: entries and pages in front of the tile they lead to would put their latencies in each step.
         bits, start = entry.to(tl.int32), first_key(entry, step + 1, BLOCK_SIZE, BLOCK_N)

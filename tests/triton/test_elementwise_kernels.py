@@ -16,7 +16,8 @@ from m3attn.scales import UNIT, Scale
 from m3attn.triton_kernels import qk_norm_rope_insert as norm_rope
 from m3attn.triton_kernels import quantize
 from m3attn.triton_kernels.launch import launch
-from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to, widen
+from m3attn.triton_kernels.primitives import widen
+from m3attn.triton_kernels.saturate import divide_by_scale, divisor, round_to
 
 # numpy, under the interpreter, warns of what the formats define: overflow to infinity, NaN from a division.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
@@ -59,6 +60,12 @@ def _round_kernel(x_ptr, out_ptr, value, scale_ptr, N: tl.constexpr):
     tl.store(out_ptr + offs, round_to(divide_by_scale(widen(tl.load(x_ptr + offs)), value, scale_ptr), out_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _widen_kernel(x_ptr, out_ptr):
+    offs = tl.arange(0, 256)
+    tl.store(out_ptr + offs, widen(tl.load(x_ptr + offs), out_ptr.dtype.element_ty))
+
+
 def stored_as(x: torch.Tensor, dtype: torch.dtype, scale: float | torch.Tensor | None = None) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=dtype)
     launch(_round_kernel, (1,), x, out, *divisor(scale_of(scale)), device=x.device, num_warps=4, num_stages=1, N=x.numel())
@@ -94,6 +101,14 @@ def test_widening_is_exact() -> None:
     for dtype in (BF16, FP16):
         x = torch.arange(1 << 16).to(torch.int16).view(dtype)
         assert torch.equal(bits(stored_as(x, FP32)[~x.isnan()]), bits(x.float()[~x.isnan()])), dtype
+    for dtype in (E4M3, E5M2):
+        x = torch.arange(256, dtype=torch.uint8).view(dtype)
+        number = ~x.float().isnan()
+        for wider in (FP32, FP16, BF16):
+            wide = torch.empty(256, dtype=wider)
+            launch(_widen_kernel, (1,), x, wide, device=x.device, num_warps=4, num_stages=1)
+            assert torch.equal(bits(wide[number]), bits(x.to(wider)[number])), (dtype, wider)
+            assert bool(wide[~number].isnan().all()), (dtype, wider)
 
 
 def quantize_call(x: torch.Tensor, mode: str, dtype: torch.dtype = E4M3, scale: float | torch.Tensor | None = None) -> QuantizeFp8Call:
