@@ -39,6 +39,8 @@ LINES = LATENT // LINE + 1
 """The last line holds the rotated dims until they have met the queries, and then the tile's weights."""
 WARP_TOKENS = TOKENS // 4
 VALUE_STAGES = 2
+READS_AHEAD = 2
+"""Of the transposition, 512 bytes of a warp each, before what was read is written."""
 L2_BYTES = 128
 """What the L2 cache fetches from memory for a copy of 16 bytes."""
 MERGE_THREADS = 128
@@ -348,38 +350,49 @@ class SparseMlaSm90:
         A lane's four words of a dim are 16 tokens in the order in which a lane holds their weights: any order does that both operands have.
         """
         lane = cute.arch.lane_idx()
-        parts[LEFT].wait_full(count)
-        parts[RIGHT].wait_full(count)
-        values.wait_empty(count)
-        tile = sTiles.iterator + count % self.stages * (TOKENS * LINE * LINES)
+        first_dim = warp * (LATENT // 4)
+        tile = sTiles.iterator + (count % self.stages * LINES + warp * (LATENT // LINE // 4)) * (TOKENS * LINE)
         transposed = sValues.iterator + count % VALUE_STAGES * (TOKENS * LATENT)
-        is_odd = lane // 4 % 2
-        words = cute.make_rmem_tensor(4, Int32)
-        for i in cutlass.range_constexpr(LATENT // 16 // 4):
-            dim = warp * (LATENT // 4) + i * 16
-            line = tile + (warp * (LATENT // LINE // 4) + i * 16 // LINE) * (TOKENS * LINE)
+        # Lanes next to each other write the even dim first or the odd one, so that their banks differ.
+        parities = [lane // 4 % 2 ^ step for step in range(2)]
+        selectors = [0x6420 + parity * 0x1111 for parity in parities]
+        targets = [(transposed + self.chunk_offset(first_dim + lane // 4 * 2 + parity, lane % 4)).toint() for parity in parities]
+        sources = [(tile + self.chunk_offset(lane, chunk)).toint() for chunk in range(self.line_chunks)]
+
+        def read(step):
             # ldmatrix takes pairs of dims for one value: a lane gets two dims of tokens 2 (lane % 4) and the next, of each 8.
+            line, chunk = divmod(step, self.line_chunks)
             pairs = []
-            for half in cutlass.range_constexpr(2):
-                place = line + self.chunk_offset(half * 32 + lane, i * 16 % LINE // 16)
+            for first_token in (0, 32):
                 pairs += cute.arch.inline_ptx(
                     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
                     write_only_types=[Int32] * 4,
-                    read_only_args=[place.toint()],
+                    read_only_args=[sources[chunk] + (line * TOKENS + first_token) * LINE],
                 )
-            # Lanes next to each other write the even dim first or the odd one, so that their banks differ.
-            for step in cutlass.range_constexpr(2):
-                parity = is_odd ^ step
-                selector = 0x6420 + parity * 0x1111
-                for group in cutlass.range_constexpr(4):
-                    words[group] = cute.arch.inline_ptx(
+            return pairs
+
+        parts[LEFT].wait_full(count)
+        parts[RIGHT].wait_full(count)
+        values.wait_empty(count)
+        steps = LATENT // 16 // 4
+        ahead = [read(step) for step in range(READS_AHEAD)]
+        for step in cutlass.range_constexpr(steps):
+            if const_expr(step + READS_AHEAD < steps):
+                ahead.append(read(step + READS_AHEAD))
+            pairs = ahead[step]
+            for half in cutlass.range_constexpr(2):
+                words = [
+                    cute.arch.inline_ptx(
                         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
                         write_only_types=[Int32],
-                        read_only_args=[pairs[2 * group], pairs[2 * group + 1], selector],
+                        read_only_args=[pairs[2 * group], pairs[2 * group + 1], selectors[half]],
                     )
-                row = dim + lane // 4 * 2 + parity
-                target = cute.recast_ptr(transposed + self.chunk_offset(row, lane % 4), dtype=Int32)
-                cute.autovec_copy(words, cute.make_tensor(target.align(16), cute.make_layout(4)))
+                    for group in range(4)
+                ]
+                cute.arch.inline_ptx(
+                    "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[targets[half] + step * 16 * LINE, *words],
+                )
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -432,7 +445,7 @@ class SparseMlaSm90:
             row_sum.fill(0.0)
             queries.wait_full(work_count)
             if half == 0 and tiles > 0:
-                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, first, parts)
+                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, first, parts, (LEFT, RIGHT, LAST))
                 warpgroup.wait_group(0)
                 self.release_keys(parts, first)
                 self.weigh(rS, row_max, row_sum, sValid, first, scale_log2)
@@ -443,16 +456,17 @@ class SparseMlaSm90:
             tile = 2 - half
             while tile < tiles:
                 count = first + tile
-                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts)
+                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (LEFT,))
                 self.follow(rO, row_max, row_sum, sMax, count - 1, weights)
                 self.multiply_values(pv_mma, rO, tOrP, tOrV, count - 1, weights, values)
-                warpgroup.wait_group(1)
+                warpgroup.wait_group(0)
+                # Before the wait for the rest of the keys: of two stages theirs may be the one that this frees.
+                self.release(parts, values, count - 1, half)
+                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (RIGHT, LAST), rS)
+                warpgroup.wait_group(0)
                 self.release_keys(parts, count)
                 rescale = self.weigh(rS, row_max, row_sum, sValid, count, scale_log2)
-                # Its stores keep ptxas from moving the wait for the values' product before the softmax.
                 self.publish(rS, row_max, sTiles, sMax, count, weights, half)
-                warpgroup.wait_group(0)
-                self.release(parts, values, count - 1, half)
                 self.rescale_output(rO, rescale)
                 self.multiply_values(pv_mma, rO, tOrP, tOrV, count, weights, values)
                 warpgroup.wait_group(0)
@@ -500,22 +514,33 @@ class SparseMlaSm90:
         return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, columns)), stride=(2, (1, 4))))
 
     @cute.jit
-    def multiply_keys(self, qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, count: Int32, parts: tuple[Ring, Ring, Ring]):
-        """Starts Q K^T as its parts arrive; the products [64, 64] are there when the group is waited for."""
-        rS = cute.make_rmem_tensor(qk_mma.get_slice(0).partition_shape_C((HEADS, TOKENS)), Float32)
+    def multiply_keys(
+        self,
+        qk_mma: cute.TiledMma,
+        tSrQ: cute.Tensor,
+        tSrK: cute.Tensor,
+        count: Int32,
+        parts: tuple[Ring, Ring, Ring],
+        chosen: cutlass.Constexpr,
+        rS: MaybeTensor = None,
+    ):
+        """Starts Q K^T over the `chosen` parts as they arrive, on top of `rS`; the products [64, 64] are there when the group is waited for."""
         atom = cute.make_mma_atom(qk_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
+        atom.set(warpgroup.Field.ACCUMULATE, rS is not None)
+        if const_expr(rS is None):
+            rS = cute.make_rmem_tensor(qk_mma.get_slice(0).partition_shape_C((HEADS, TOKENS)), Float32)
         steps = cute.size(tSrQ, mode=[2])
         per_part = steps * LINE * HALF_LINES // self.variant.head_dim
         stage = count % self.stages
-        for part in cutlass.range_constexpr(3):
-            parts[part].wait_full(count)
-            # The copies were no asynchronous ones to wgmma, and a thread that starts one cannot fence when they have arrived.
-            cute.arch.fence_view_async_shared()
-            warpgroup.fence()
-            for k in cutlass.range_constexpr(part * per_part, min((part + 1) * per_part, steps)):
-                cute.gemm(atom, rS, tSrQ[None, None, k], tSrK[None, None, k, stage], rS)
-                atom.set(warpgroup.Field.ACCUMULATE, True)
+        for part in cutlass.range_constexpr(LAST + 1):
+            if const_expr(part in chosen):
+                parts[part].wait_full(count)
+                # The copies were no asynchronous ones to wgmma, and a thread that starts one cannot fence when they have arrived.
+                cute.arch.fence_view_async_shared()
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(part * per_part, min((part + 1) * per_part, steps)):
+                    cute.gemm(atom, rS, tSrQ[None, None, k], tSrK[None, None, k, stage], rS)
+                    atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         return rS
 
@@ -545,13 +570,14 @@ class SparseMlaSm90:
         rescale = cute.make_rmem_tensor(2, Float32)
         valid = cute.make_rmem_tensor(4, Int32)
         cute.autovec_copy(sValid[None, count % self.stages], valid)
-        first_bit = cute.arch.lane_idx() % 4 * 2
-        for i in cutlass.range_constexpr(4):
-            valid[i] = valid[i] >> first_bit
-        for r in cutlass.range_constexpr(2):
+        rS.store(rS.load() * scale_log2)
+        if (valid[0] & valid[1] & valid[2] & valid[3]) != 0xFFFF:
             for i in cutlass.range_constexpr(TOKENS // 4):
-                bit = i // 2 % 2 * 8 + i % 2
-                logits[r, i] = logits[r, i] * scale_log2 if (valid[i // 4] & (1 << bit)) != 0 else -Float32.inf
+                bits = valid[i // 4] >> cute.arch.lane_idx() % 4 * 2
+                if (bits & (1 << (i // 2 % 2 * 8 + i % 2))) == 0:
+                    for r in cutlass.range_constexpr(2):
+                        logits[r, i] = -Float32.inf
+        for r in cutlass.range_constexpr(2):
             row = logits[r, None].load()
             peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4)
             old_max = row_max[r]
@@ -664,24 +690,47 @@ class SparseMlaSm90:
         for r in cutlass.range_constexpr(2):
             row = first_row + 8 * r
             head = first_head + row
-            if head < num_heads:
-                # Both warpgroups add in the same order.
-                total = sSums[row, 0, work_count % 2] + sSums[row, 1, work_count % 2]
-                has_tokens = total > 0.0
-                largest = row_max[r] * LN2
-                logsum = largest + cute.math.log2(total, fastmath=True) * LN2 if has_tokens else without_tokens
-                factor = value_scale / total if has_tokens else Float32(0.0)
-                if const_expr(mSink is not None and not self.variant.split):
-                    if has_tokens:
-                        factor /= 1.0 + cute.math.exp2((mSink[head] - logsum) * LOG2E, fastmath=True)
-                rOut = cute.make_rmem_tensor((2, LATENT // 16), mOut.element_type)
-                rOut.store((output[r, None].load() * factor).to(mOut.element_type))
+            is_head = head < num_heads
+            # Both warpgroups add in the same order.
+            total = sSums[row, 0, work_count % 2] + sSums[row, 1, work_count % 2]
+            has_tokens = total > 0.0
+            largest = row_max[r] * LN2
+            logsum = largest + cute.math.log2(total, fastmath=True) * LN2 if has_tokens else without_tokens
+            factor = value_scale / total if has_tokens else Float32(0.0)
+            if const_expr(mSink is not None and not self.variant.split):
+                if has_tokens:
+                    factor /= 1.0 + cute.math.exp2((mSink[head if is_head else 0] - logsum) * LOG2E, fastmath=True)
+            rOut = cute.make_rmem_tensor((2, LATENT // 16), mOut.element_type)
+            rOut.store((output[r, None].load() * factor).to(mOut.element_type))
+            width = 2 if self.variant.split else 8
+            if const_expr(not self.variant.split):
+                self.gather_columns(rOut)
+            if is_head:
                 gOut = cute.local_tile(mOut[query, head, None], (LATENT // 2,), (half,))
-                for i in cutlass.range_constexpr(LATENT // 16):
-                    cute.autovec_copy(rOut[None, i], cute.local_tile(gOut, (2,), (4 * i + lane % 4,)))
+                for i in cutlass.range_constexpr(LATENT // 8 // width):
+                    part = cute.make_tensor(rOut.iterator + i * width, cute.make_layout(width))
+                    cute.autovec_copy(part, cute.local_tile(gOut, (width,), (4 * i + lane % 4,)))
                 if half == 0 and lane % 4 == 0:
                     mMaxLogits[query, head] = largest
                     mLse[query, head] = logsum
+
+    @cute.jit
+    def gather_columns(self, rOut: cute.Tensor):
+        """Pairs [2, 64] of 16 bits, whose four lanes hold every 8 columns together, become [8, 16]: each lane holds all of every fourth 8.
+
+        Four pairs of four lanes are transposed by exchanging half of them with the neighbour, and then with the lane two further on.
+        """
+        lane = cute.arch.lane_idx()
+        words = cute.recast_tensor(rOut, Int32)
+        for i in cutlass.range_constexpr(LATENT // 16 // 4):
+            for bit in cutlass.range_constexpr(2):
+                is_upper = (lane >> bit & 1) != 0
+                for j in cutlass.range_constexpr(2):
+                    low = 4 * i + (j << (1 - bit))
+                    high = low + (1 << bit)
+                    received = cute.arch.shuffle_sync_bfly(words[low] if is_upper else words[high], 1 << bit)
+                    words[low] = received if is_upper else words[low]
+                    words[high] = words[high] if is_upper else received
 
     @cute.kernel
     def merge(
