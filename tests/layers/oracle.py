@@ -50,7 +50,8 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, config: M3Config) -> torch.Te
     """[S, heads, 128]: Gemma norm, then rope at positions 0, 1, …"""
     x = x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * (1 + weight)
     half = config.rotary_dim // 2
-    angle = torch.arange(x.shape[0])[:, None] * config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    position, pair = torch.arange(x.shape[0], device=x.device), torch.arange(half, dtype=torch.float64, device=x.device)
+    angle = position[:, None] * config.rope_theta ** (-pair / half)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
@@ -58,7 +59,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, config: M3Config) -> torch.Te
 
 def oracle(x: torch.Tensor, state: dict[str, torch.Tensor], config: M3Config, *, sparse: bool) -> torch.Tensor:
     """[S, hidden] of a request from its first token on -> [S, hidden]."""
-    w = {name.removesuffix(".weight"): tensor.double() for name, tensor in state.items()}
+    w = {name.removesuffix(".weight"): tensor.double().to(x.device) for name, tensor in state.items()}
     x, length, dim = x.double(), x.shape[0], config.head_dim
 
     def heads(name: str) -> torch.Tensor:
@@ -67,12 +68,12 @@ def oracle(x: torch.Tensor, state: dict[str, torch.Tensor], config: M3Config, *,
     q, k = _normed(heads("q_proj"), w["q_norm"], config), _normed(heads("k_proj"), w["k_norm"], config)
     v = heads("v_proj")
     group = config.group_size
-    seen = torch.ones(length, length, dtype=torch.bool).tril().expand(config.num_q_heads, -1, -1)
+    seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril().expand(config.num_q_heads, -1, -1)
     if sparse:
         index_q = _normed(heads("index_q_proj"), w["index_q_norm"], config)
         index_k = _normed(heads("index_k_proj"), w["index_k_norm"], config)[:, 0]
         score = torch.einsum("thd,sd->hts", index_q, index_k).masked_fill(~seen[:1], float("-inf"))
-        block = torch.arange(length) // config.block_size
+        block = torch.arange(length, device=x.device) // config.block_size
         best = torch.stack([score[..., block == b].amax(-1) for b in range(int(block[-1]) + 1)], dim=-1)
         best.scatter_(-1, block.expand(best.shape[0], -1)[..., None], float("inf"))
         kept = best.topk(min(config.topk, best.shape[-1]), dim=-1).indices
@@ -86,13 +87,13 @@ def oracle(x: torch.Tensor, state: dict[str, torch.Tensor], config: M3Config, *,
 def make_cache(
     layer: torch.nn.Module, pages: int, *, packed: bool = True, poison: bool = True, index: bool | None = None, **scales: float | torch.Tensor
 ) -> LayerCache:
-    """A cache of a layer's own formats, full of NaN where `poison`."""
+    """A cache of a layer's own formats, on its device, full of NaN where `poison`."""
     from m3attn.dtypes import torch_dtype
 
     kv, size, dim = layer.heads.kv, layer.mode.page_size, 128
 
     def pool(*shape: int, dtype: str) -> torch.Tensor:
-        return torch.full((pages, *shape), float("nan") if poison else 0.0).to(torch_dtype(dtype))
+        return torch.full((pages, *shape), float("nan") if poison else 0.0, device=layer.device).to(torch_dtype(dtype))
 
     index_k = pool(size, dim, dtype=layer.mode.index_dtype) if (layer.sparse if index is None else index) else None
     if packed:

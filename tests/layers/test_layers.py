@@ -14,6 +14,7 @@ from oracle import CONFIG, hf_weights, make_cache, oracle
 import m3attn
 from m3attn import LayerCache, M3DenseAttention, M3SparseAttention, PlanCapacity, Shard, StepPlan
 from m3attn.layers.rope import rotary_table
+from m3attn.testing.matrix import DEVICE, MARKS, pick
 
 SIZE, PAGES = 16, 40
 FP32 = torch.float32
@@ -46,7 +47,7 @@ def run_steps(layer: torch.nn.Module, plan: StepPlan, cache: LayerCache, request
         plan.update(q_lens, seq_lens, page_table())
         rows = [x[length - n : length] for x, n, length in zip(requests, q_lens, seq_lens, strict=True)]
         x = torch.cat([*rows, torch.full(((plan.tokens - sum(q_lens)) * pad, requests[0].shape[1]), float("nan"))])
-        out = layer(x.to(layer.qkv_proj.dtype), plan, cache)
+        out = layer(x.to(layer.qkv_proj), plan, cache)
         assert not out[sum(q_lens) :].any()
         for kept, part in zip(outputs, out[: sum(q_lens)].split(list(q_lens)), strict=True):
             kept.append(part)
@@ -346,7 +347,7 @@ def test_the_plan_asks_for_scratch_with_the_shapes_that_calls_have(formats: dict
 
 def sum_of_ranks(config: m3attn.M3Config, size: int, requests: list[torch.Tensor], kind: str, **options: Any) -> list[torch.Tensor]:
     """Every rank in turn, without a process group; the outputs added."""
-    table = rotary_table(config.max_position, config.rotary_dim, config.rope_theta)
+    table = rotary_table(config.max_position, config.rotary_dim, config.rope_theta, device=options.get("device"))
     total: list[torch.Tensor] = []
     for rank in range(size):
         weights = hf_weights(config, sparse=kind == "sparse")
@@ -367,11 +368,11 @@ def test_ranks_in_turn_sum_to_one(kv_heads: int, size: int, rule: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS) for kind in KINDS])
 def test_eight_ranks_of_m3_sum_to_one(kind: str) -> None:
     config = m3attn.M3Config(hidden_size=32, block_size=16, topk=2, max_position=128, sparse_layers=(True,))
     requests = [hidden(20 + i, n, config) for i, n in enumerate(LENGTHS)]
-    one, many = (sum_of_ranks(config, size, requests, kind) for size in (1, 8))
+    one, many = (sum_of_ranks(config, size, requests, kind, device=DEVICE) for size in (1, 8))
     for a, b in zip(one, many, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
@@ -414,23 +415,26 @@ def test_a_layer_compiles_whole_and_recompiles_at_most_once(
 
 
 @pytest.mark.skipif(not m3attn.registry.interpreter_enabled() and not torch.cuda.is_available(), reason="needs a GPU or Triton's interpreter")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS) for kind in KINDS])
 def test_triton_runs_a_mixed_step(kind: str) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = dataclasses.replace(CONFIG, topk=2)
-    layer = build(kind, config, implementation="triton", device=device)
+    """A decoded token behind another request's prompt; on a GPU with M3's heads, blocks and K, and more blocks than it keeps."""
+    config = pick(dataclasses.replace(CONFIG, topk=2), m3attn.M3Config(hidden_size=512, max_position=4096, sparse_layers=(False, True)))
+    size, (short, long) = pick(SIZE, 128), pick((20, 34), (2_300, 2_400))
+    layer = build(kind, config, implementation="triton", page_size=size, device=DEVICE)
     assert set(layer.mode.implementations.values()) == {"triton"}
-    cache = make_cache(layer, 6)
-    cache = LayerCache(**{n: t.to(device) for n, t in vars(cache).items() if isinstance(t, torch.Tensor)})
-    plan = StepPlan.for_layers([layer], [cache], 48, decode=PlanCapacity(1, 1, 1), prefill=PlanCapacity(1, 36, 34))
-    xs = [hidden(30, 20, config), hidden(31, 34, config)]
-    table = [[4, 1], [0, 5, 3]]
-    whole = StepPlan.for_layers([layer], [cache], 48, prefill=PlanCapacity(1, 19, 19))
-    whole.update([19], [19], table[:1])
-    layer(xs[0][:19].to(device), whole, cache)
-    plan.update([34, 1], [34, 20], table[::-1])
+    xs, counts = [hidden(30, short, config), hidden(31, long, config)], [-(-short // size), -(-long // size)]
+    cache = make_cache(layer, sum(counts) + 1)
+    pages = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(0)).tolist()
+    table = [pages[: counts[0]], pages[counts[0] : sum(counts)]]
+    capacity = max(counts) * size
+    plan = StepPlan.for_layers([layer], [cache], capacity, decode=PlanCapacity(1, 1, 1), prefill=PlanCapacity(1, long + 2, long))
+    whole = StepPlan.for_layers([layer], [cache], capacity, prefill=PlanCapacity(1, short, short))
+    whole.update([short - 1], [short - 1], table[:1])
+    layer(xs[0][:-1].to(DEVICE), whole, cache)
+    plan.update([long, 1], [long, short], table[::-1])
     padding = torch.full((2, config.hidden_size), float("nan"))
-    got = layer(torch.cat([xs[1], xs[0][19:], padding]).to(device), plan, cache).cpu().double()
-    assert not got[35:].any()
-    expected = [oracle(x, hf_weights(config, sparse=kind == "sparse"), config, sparse=kind == "sparse") for x in xs]
-    torch.testing.assert_close(got[:35], torch.cat([expected[1], expected[0][19:]]), rtol=1e-3, atol=1e-3)
+    got = layer(torch.cat([xs[1], xs[0][-1:], padding]).to(DEVICE), plan, cache)
+    assert not got[-2:].any()
+    weights = hf_weights(config, sparse=kind == "sparse")
+    expected = [oracle(x.to(DEVICE), weights, config, sparse=kind == "sparse") for x in xs]
+    torch.testing.assert_close(got[:-2].double(), torch.cat([expected[1], expected[0][-1:]]), rtol=1e-3, atol=1e-3)
