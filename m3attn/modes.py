@@ -12,11 +12,12 @@ from m3attn import registry, switches
 from m3attn.checks import check_int
 from m3attn.choice import UnsupportedProblem, auto_order, disabled_by_switch, named_in_force, reasons_against
 from m3attn.dtypes import dtype_name
-from m3attn.problem import PHASES, Problem
+from m3attn.problem import PHASES, Problem, normalise_arch
 
 DISABLE_FP8_ATTN_GEMM = "M3ATTN_DISABLE_FP8_ATTN_GEMM"
 KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 INDEX_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8_e4m3")
+ATTENTION_STAGES = ("sparse_attention", "dense_attention")
 INDEX_STAGES = ("index_topk", "index_score", "select_blocks")
 DEFAULT_PAGE_SIZE = 128
 
@@ -73,6 +74,7 @@ def resolve_attention_mode(
         ValueError: an unknown or refused dtype name, key or page size.
         UnsupportedProblem: the named implementation cannot run this, or none can, with the reasons.
     """
+    problem = replace(problem, arch=normalise_arch(problem.arch))
     own = problem.q_dtype
     if own not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"problem.q_dtype: expected the layer's own bf16, fp16 or fp32, got {own!r}")
@@ -93,7 +95,7 @@ def resolve_attention_mode(
     if implementation is not None and (switch := disabled_by_switch(implementation)):
         raise UnsupportedProblem(f"implementation: {implementation!r} is switched off by {switch}")
 
-    fp8, why = _fp8_attention(problem, kv, _named(implementation, "sparse_attention"))
+    fp8, why = _fp8_attention(problem, kv, {stage: _named(implementation, stage) for stage in ATTENTION_STAGES})
     reasons.append(why)
     mode = "fp8" if fp8 else "widen" if kv.startswith("fp8") else own
     if kv == "fp8_e5m2":
@@ -106,7 +108,7 @@ def resolve_attention_mode(
     q = "fp8_e4m3" if fp8 else own
     resolved = replace(problem, q_dtype=q, kv_dtype=kv, index_q_dtype=index, index_dtype=index, page_size=pages)
     chosen: dict[str, str] = {}
-    for stage in ("sparse_attention", "dense_attention", *(INDEX_STAGES if problem.num_index_heads else ())):
+    for stage in (*ATTENTION_STAGES, *(INDEX_STAGES if problem.num_index_heads else ())):
         for phase in PHASES:
             key, notes = _choose(stage, replace(resolved, phase=phase, **_unused_by(stage)), _named(implementation, stage))
             chosen[f"{stage}/{phase}"] = key
@@ -128,8 +130,8 @@ def _unused_by(stage: str) -> dict[str, Any]:
     return {"index_q_dtype": "none", "index_dtype": "none"}
 
 
-def _fp8_attention(problem: Problem, kv: str, named: str | None) -> tuple[bool, str]:
-    """Whether attention runs in fp8, and the sentence that says why."""
+def _fp8_attention(problem: Problem, kv: str, named: dict[str, str | None]) -> tuple[bool, str]:
+    """Whether attention runs in fp8, given the key that is named for each attention stage, and the sentence that says why."""
     if not kv.startswith("fp8"):
         return False, f"mode {problem.q_dtype}: the cache is {kv}"
     if kv == "fp8_e5m2":
@@ -139,8 +141,9 @@ def _fp8_attention(problem: Problem, kv: str, named: str | None) -> tuple[bool, 
     able = [i.key for i in registry.implementations("sparse_attention") if problem.arch in i.fp8_archs and disabled_by_switch(i.key) is None]
     if not able:
         return False, f"mode widen: no implementation declares fp8 attention for {problem.arch}"
-    if named is not None and named not in able:
-        return False, f"mode widen: {named!r} is named and declares no fp8 attention for {problem.arch}"
+    for stage, key in named.items():
+        if key is not None and (known := registry.find(stage, key)) is not None and problem.arch not in known.fp8_archs:
+            return False, f"mode widen: {key!r} is named and declares no fp8 attention for {problem.arch}"
     return True, f"mode fp8: an e4m3 cache, and {', '.join(able)} run fp8 attention on {problem.arch}"
 
 

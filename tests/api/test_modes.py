@@ -147,6 +147,13 @@ def test_a_named_implementation_without_fp8_attention_widens_and_is_kept() -> No
     assert got.mode == "widen" and got.implementations["sparse_attention/prefill"] == "widener"
     assert "mode widen: 'widener' is named and declares no fp8 attention for sm_90" in got.reasons
     assert got.index_dtype == "bf16"
+    with registered("dense_attention", "widener", print, capabilities=Capabilities(min_arch=80, modes=("bf16", "widen"))):
+        got = m3attn.resolve_attention_mode(layer("sm_90"), kv_cache_dtype="fp8", implementation="widener")
+    assert got.mode == "widen" and got.implementations["dense_attention/prefill"] == "widener"
+
+
+def test_an_architecture_may_be_spelled_as_compilers_do() -> None:
+    assert m3attn.resolve_attention_mode(layer("sm_90a"), kv_cache_dtype="fp8").mode == "fp8"
 
 
 def test_fp8_archs_alone_decide() -> None:
