@@ -15,13 +15,6 @@ DECODE_MAX_SEQLEN_Q = 16
 """Steps with at most this many queries a request take the decode and verify schedules."""
 
 
-def phase_of(max_seqlen_q: int) -> str:
-    """`PagedBatch.phase`."""
-    if max_seqlen_q <= 1:
-        return "decode"
-    return "verify" if max_seqlen_q <= DECODE_MAX_SEQLEN_Q else "prefill"
-
-
 @dataclass(frozen=True, eq=False)
 class PagedBatch:
     """The requests of one step, as tensors on the device; copies nothing and reads nothing back.
@@ -60,7 +53,9 @@ class PagedBatch:
     @property
     def phase(self) -> str:
         """`decode` for one query a request, `verify` up to 16, else `prefill`; a host decision, so a captured graph keeps it."""
-        return phase_of(self.max_seqlen_q)
+        if self.max_seqlen_q <= 1:
+            return "decode"
+        return "verify" if self.max_seqlen_q <= DECODE_MAX_SEQLEN_Q else "prefill"
 
     @classmethod
     def from_lengths(

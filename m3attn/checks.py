@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -14,6 +14,9 @@ from m3attn.batch import LayerCache, PagedBatch
 MAX_BLOCKS = 32_768
 MAX_TOPK = 128
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def check_tensor(
@@ -46,6 +49,48 @@ def check_tensor(
     if unit_last_stride and got and got[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{argument}: expected unit stride in the last dimension, got strides {tensor.stride()}")
     return tensor
+
+
+def _look(value: Any) -> Any:
+    """All that a check may look at: of a tensor its layout, dtype and device; of a batch or cache that of its tensors, and its numbers and names."""
+    if value is None:
+        return None
+    kind = value.__class__
+    if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if kind is PagedBatch:
+        numbers = (value.max_seqlen_q, value.max_seqlen_k, value.page_size, value.block_size)
+        return (kind, *map(type, numbers), *numbers, _look(value.page_table), _look(value.seq_lens), _look(value.cu_seqlens_q))
+    if kind is LayerCache:
+        names = (value.kv_dtype, value.index_dtype, value.zero_on_alloc)
+        return (kind, *names, _look(value.kv), _look(value.k), _look(value.v), _look(value.index_k))
+    if isinstance(value, tuple):
+        return (kind, *map(_look, value))
+    return kind, value
+
+
+def once_per_look(check: Callable[P, T]) -> Callable[P, T]:
+    """`check`, which raises or gives what follows from its arguments, run once for all arguments that look the same.
+
+    It must depend on its arguments alone: of tensors on shape, strides, dtype and device, of caches on no scale. An address, an element, or a setting
+    that it reads elsewhere would count as it was at the first call.
+    """
+    accepted: dict[tuple[Any, ...], T] = {}
+
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            look = tuple([_look(argument) for argument in args])
+            found = accepted.get(look)
+        except TypeError:  # an argument that cannot be a key, which the check will refuse
+            return check(*args, **kwargs)
+        if found is None:
+            found = check(*args, **kwargs)
+            if len(accepted) >= 4096:
+                accepted.clear()
+            accepted[look] = found
+        return found
+
+    return checked
 
 
 def check_int(argument: str, value: object, low: int, high: int | None = None) -> int:
@@ -160,23 +205,32 @@ def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     return _layouts_overlap(gap, (a.element_size(), a.shape, a.stride()), (b.element_size(), b.shape, b.stride()))
 
 
-def _storage_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the tensor's storage begins and ends."""
-    storage = tensor.untyped_storage()
-    start = storage.data_ptr()
-    return start, start + storage.nbytes()
+Memory = list[tuple[str, torch.Tensor, int, int]]
+"""An argument's name, its tensor, and the first address and the bytes of the tensor's storage."""
 
 
-def check_outputs(outputs: Mapping[str, torch.Tensor | None], inputs: Mapping[str, Any]) -> None:
-    """Outputs overlap neither the inputs nor one another nor themselves; inputs that are no tensors do not count. Raises ValueError naming both."""
-    present = [(name, tensor, *_storage_span(tensor)) for name, tensor in outputs.items() if tensor is not None]
-    if not present:
-        return
-    given = [(name, tensor, *_storage_span(tensor)) for name, tensor in inputs.items() if isinstance(tensor, torch.Tensor)]
-    for i, (name, tensor, start, end) in enumerate(present, 1):
+def memory_of(tensors: Mapping[str, torch.Tensor | None]) -> Memory:
+    """Where those of the tensors lie that there are."""
+    return [
+        (name, tensor, storage.data_ptr(), storage.nbytes())
+        for name, tensor in tensors.items()
+        if tensor is not None
+        for storage in (tensor.untyped_storage(),)
+    ]
+
+
+def check_memory(outputs: Memory, inputs: Memory) -> None:
+    """Outputs overlap neither the inputs nor one another nor themselves. Raises ValueError naming both."""
+    for i, (name, tensor, start, nbytes) in enumerate(outputs, 1):
         if 0 in tensor.stride() and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(f"{name}: expected a buffer with a place for each element, got an expanded one (strides {tensor.stride()})")
-        for other_name, other, other_start, other_end in (*given, *present[i:]):
+        for other_name, other, other_start, other_nbytes in (*inputs, *outputs[i:]):
             # Storages that lie apart, as most do, need no closer look.
-            if start < other_end and other_start < end and overlaps(tensor, other):
+            if start < other_start + other_nbytes and other_start < start + nbytes and overlaps(tensor, other):
                 raise ValueError(f"{name}: expected a buffer of its own, got one that overlaps {other_name}")
+
+
+def check_outputs(outputs: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]) -> None:
+    """`check_memory` of tensors by name."""
+    if present := memory_of(outputs):
+        check_memory(present, memory_of(inputs))

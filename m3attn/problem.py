@@ -92,6 +92,11 @@ compile_target: str | None = None
 tensors in the interpreter of the tests."""
 
 
+def arch_settings() -> tuple[str | None, str | None]:
+    """What `arch_of` looks at beside the device."""
+    return compile_target, switches.arch()
+
+
 def arch_of(device: torch.device | None = None) -> str:
     """The architecture that selection works for: `M3ATTN_ARCH` if set, else that of `device` (default: the current GPU, or `cpu`).
 

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from m3attn.batch import LayerCache, PagedBatch, phase_of
-from m3attn.checks import check_batch, check_key_value, check_number, check_outputs, check_tensor
+from m3attn.batch import LayerCache, PagedBatch
+from m3attn.checks import (
+    MAX_TOPK,
+    Memory,
+    check_batch,
+    check_int,
+    check_key_value,
+    check_memory,
+    check_number,
+    check_tensor,
+    memory_of,
+    once_per_look,
+)
 from m3attn.dtypes import E4M3, E5M2, FLOAT_DTYPES, dtype_name, is_fp8
 from m3attn.operators import BATCH, KV_CACHE, pack, pack_batch, pack_kv_cache, pack_scale, scale_schema, unpack, unpack_kv_cache, unpack_scale
-from m3attn.problem import Problem, arch_of
+from m3attn.problem import Problem, arch_of, arch_settings
 from m3attn.scales import Scale, ScaleLike
 from m3attn.stages.execute import execute
 from m3attn.workspace import WorkShape, workspace_limit
@@ -24,19 +34,27 @@ SINK_DTYPES = (*FLOAT_DTYPES, torch.float64)
 
 
 class AttentionInputs(NamedTuple):
-    """A checked attention call: the fields its dataclass shares, its problem, its scratch shape, and what may not require gradients."""
+    """A checked attention call.
+
+    Attributes:
+        call: the fields that the dataclasses of both stages have.
+        problem, shape: its problem and its scratch shape.
+        inputs: what may not require gradients.
+        memory: what a workspace must not overlap.
+    """
 
     call: dict[str, Any]
     problem: Problem
     shape: WorkShape
     inputs: tuple[torch.Tensor | None, ...]
+    memory: Memory
 
     def execute(
         self, stage: str, call_type: Callable[..., Any], impl: str | None, workspace: torch.Tensor | None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Run the call; returns out, or (out, lse) where there is an lse."""
-        out, lse = self.call["out"], self.call["lse"]
-        execute(stage, call_type, self.call, self.problem, impl, self.inputs, shape=self.shape, workspace=workspace, device=out.device)
+        (call, problem, shape, inputs, memory), out, lse = self, self.call["out"], self.call["lse"]
+        execute(stage, call_type, call, problem, impl, inputs, shape=shape, workspace=workspace, memory=memory, device=out.device)
         return out if lse is None else (out, lse)
 
 
@@ -48,6 +66,13 @@ def output_dtype(q: torch.Tensor) -> torch.dtype:
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32; fp64 for fp64 queries, which only the reference takes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Accepted(NamedTuple):
+    problem: Problem
+    shape: WorkShape
+    out_shape: tuple[int, int, int]
+    out_dtype: torch.dtype
 
 
 def check_attention(
@@ -62,20 +87,72 @@ def check_attention(
     return_lse: bool,
     out: torch.Tensor | None,
     lse_out: torch.Tensor | None,
+    has_workspace: bool,
+    sparse: bool = False,
     ids: torch.Tensor | None = None,
-    topk: int = 16,
 ) -> AttentionInputs:
     """Check everything the host can see and allocate what was not given.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name.
     """
+    accepted = _accept(arch_settings(), workspace_limit(), q, cache, batch, sparse, ids, sink_key, fp8_pv, return_lse, out, lse_out)
+    device = q.device
+    key, value = cache.key_value()
+    lse = lse_out
+    memory: Memory = []
+    if out is not None or lse is not None or has_workspace:
+        memory = memory_of({"q": q, "cache.k": key, "cache.v": value, "ids": ids, "sink_key": sink_key})
+        outputs = memory_of({"out": out, "lse_out": lse})
+        check_memory(outputs, memory)
+        memory += outputs
+    if out is None:
+        out = torch.empty(accepted.out_shape, dtype=accepted.out_dtype, device=device)
+    if lse is None and return_lse:
+        lse = torch.empty(accepted.out_shape[:2], dtype=lse_dtype(q.dtype), device=device)
+    k_scale, v_scale, _ = cache.scales(device)
+    call = {
+        "q": q,
+        "k": key,
+        "v": value,
+        "batch": batch,
+        "sm_scale": accepted.problem.head_dim**-0.5 if sm_scale is None else check_number("sm_scale", sm_scale),
+        "q_scale": Scale.of(q_scale, argument="q_scale", device=device),
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sink_key": sink_key,
+        "fp8_pv": fp8_pv,
+        "out": out,
+        "lse": lse,
+    }
+    return AttentionInputs(call, accepted.problem, accepted.shape, (q, key, value, sink_key), memory)
+
+
+@once_per_look
+def _accept(
+    _arch_settings: tuple[str | None, str | None],
+    limit: int,
+    q: Any,
+    cache: LayerCache,
+    batch: PagedBatch,
+    sparse: bool,
+    ids: torch.Tensor | None,
+    sink_key: torch.Tensor | None,
+    fp8_pv: bool,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse_out: torch.Tensor | None,
+) -> _Accepted:
+    topk = 16
+    if sparse:
+        columns = check_tensor("ids", ids, ["Hkv", "T", "K"], [torch.int32], unit_last_stride=False).shape[2]
+        topk = check_int("ids.shape[2]", columns, 1, MAX_TOPK)
     q = check_tensor("q", q, ["T", "Hq", "D"])
     if q.dtype not in ATTENTION_DTYPES:
         raise TypeError(f"q: expected bf16, fp16, fp32 or fp8_e4m3, got {q.dtype}{' (e5m2 holds too few bits of q)' if q.dtype == E5M2 else ''}")
     device = q.device
     tokens, heads, dim = q.shape
-    check_batch(batch, device, sparse=ids is not None)
+    check_batch(batch, device, sparse=sparse)
     key, value = check_key_value(cache, batch, device)
     kv_heads = key.shape[1]
     if key.shape[3] != dim:
@@ -92,103 +169,47 @@ def check_attention(
         raise ValueError(f"fp8_pv: expected e4m3 q, K and V, got q {q.dtype}")
     if sink_key is not None:
         check_tensor("sink_key", sink_key, [heads, dim], SINK_DTYPES, device)
-    given = {"out": out, "lse_out": lse_out}
-    shape = [tokens, heads, value.shape[3]]
-    if out is None:
-        out = torch.empty(shape, dtype=output_dtype(q), device=device)
-    else:
-        check_tensor("out", out, shape, [output_dtype(q)], device)
-    lse: torch.Tensor | None = None
+    out_shape = (tokens, heads, value.shape[3])
+    if out is not None:
+        check_tensor("out", out, out_shape, [output_dtype(q)], device)
     if lse_out is not None:
-        lse = check_tensor("lse_out", lse_out, [tokens, heads], [lse_dtype(q.dtype)], device)
-        if not lse.is_contiguous():
-            raise ValueError(f"lse_out: expected a contiguous tensor, got strides {lse.stride()}")
-    elif return_lse:
-        lse = torch.empty(tokens, heads, dtype=lse_dtype(q.dtype), device=device)
-    check_outputs(given, {"q": q, "cache.k": key, "cache.v": value, "ids": ids, "sink_key": sink_key})
-    k_scale, v_scale, _ = cache.scales(device)
-    call = {
-        "q": q,
-        "k": key,
-        "v": value,
-        "batch": batch,
-        "sm_scale": dim**-0.5 if sm_scale is None else check_number("sm_scale", sm_scale),
-        "q_scale": Scale.of(q_scale, argument="q_scale", device=device),
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sink_key": sink_key,
-        "fp8_pv": fp8_pv,
-        "out": out,
-        "lse": lse,
-    }
-    problem, scratch_shape = _problem_and_shape(
-        arch_of(device),
-        q.shape,
-        q.dtype,
-        (kv_heads, value.shape[3]),
-        key.dtype,
-        topk,
-        (batch.num_requests, batch.max_seqlen_q, batch.max_seqlen_k, batch.page_size, batch.block_size),
-        (sink_key is not None, lse is not None, fp8_pv, cache.zero_on_alloc),
-        workspace_limit(),
-    )
-    return AttentionInputs(call, problem, scratch_shape, (q, key, value, sink_key))
-
-
-@lru_cache(maxsize=4096)
-def _problem_and_shape(
-    arch: str,
-    q_shape: tuple[int, int, int],
-    q_dtype: torch.dtype,
-    kv_heads_and_dim: tuple[int, int],
-    kv_dtype: torch.dtype,
-    topk: int,
-    step: tuple[int, int, int, int, int],
-    options: tuple[bool, bool, bool, bool],
-    limit: int,
-) -> tuple[Problem, WorkShape]:
-    """Remembered, because a model's layers and steps ask for the same ones, and building them takes longer than all else that is checked.
-
-    Args:
-        step: num_requests, max_seqlen_q, max_seqlen_k, page_size, block_size.
-        options: sink, lse, fp8_pv, zero_on_alloc.
-    """
-    tokens, heads, dim = q_shape
-    kv_heads, value_dim = kv_heads_and_dim
-    num_requests, max_seqlen_q, max_seqlen_k, page_size, block_size = step
-    sink, lse, fp8_pv, zero_on_alloc = options
+        check_tensor("lse_out", lse_out, [tokens, heads], [lse_dtype(q.dtype)], device)
+        if not lse_out.is_contiguous():
+            raise ValueError(f"lse_out: expected a contiguous tensor, got strides {lse_out.stride()}")
+    if sparse:
+        check_tensor("ids", ids, [kv_heads, tokens, topk], None, device, unit_last_stride=False)
     problem = Problem(
-        arch=arch,
+        arch=arch_of(device),
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
-        v_head_dim=value_dim,
-        page_size=page_size,
-        block_size=block_size,
+        v_head_dim=value.shape[3],
+        page_size=batch.page_size,
+        block_size=batch.block_size,
         topk=topk,
-        q_dtype=dtype_name(q_dtype),
-        kv_dtype=dtype_name(kv_dtype),
-        sink=sink,
-        lse=lse,
+        q_dtype=dtype_name(q.dtype),
+        kv_dtype=dtype_name(key.dtype),
+        sink=sink_key is not None,
+        lse=return_lse or lse_out is not None,
         fp8_pv=fp8_pv,
-        zero_on_alloc=zero_on_alloc,
-        phase=phase_of(max_seqlen_q),
+        zero_on_alloc=cache.zero_on_alloc,
+        phase=batch.phase,
     )
     shape = WorkShape(
         tokens=tokens,
-        num_requests=num_requests,
+        num_requests=batch.num_requests,
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         num_index_heads=0,
         head_dim=dim,
         topk=topk,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        block_size=block_size,
+        max_seqlen_q=batch.max_seqlen_q,
+        max_seqlen_k=batch.max_seqlen_k,
+        block_size=batch.block_size,
         limit=limit,
-        kv_dtype=dtype_name(kv_dtype),
+        kv_dtype=dtype_name(key.dtype),
     )
-    return problem, shape
+    return _Accepted(problem, shape, out_shape, output_dtype(q))
 
 
 OPTIONS = f"float? sm_scale, {scale_schema('q_scale')}, Tensor? sink_key, bool fp8_pv, str? impl"

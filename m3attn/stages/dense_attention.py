@@ -93,6 +93,7 @@ def _eager(
         return_lse=return_lse,
         out=out,
         lse_out=lse_out,
+        has_workspace=workspace is not None,
     )
     device_checks.check_step(batch, q.shape[0], num_pages=checked.call["k"].shape[0])
     return checked.execute("dense_attention", DenseAttentionCall, impl, workspace)

@@ -11,7 +11,7 @@ import torch
 
 from m3attn import switches
 from m3attn.batch import PagedBatch
-from m3attn.checks import check_no_grad, check_outputs
+from m3attn.checks import Memory, check_memory, check_no_grad, memory_of
 from m3attn.choice import UnsupportedProblem, is_autos, leave_out, resolve
 from m3attn.problem import Problem
 from m3attn.registry import BrokenImplementation, Implementation
@@ -29,6 +29,7 @@ def execute(
     *,
     shape: WorkShape | None = None,
     workspace: torch.Tensor | None = None,
+    memory: Memory | None = None,
     device: torch.device,
 ) -> None:
     """Run the call `call_type(**values)` with the implementation that `impl` or the choice in force names.
@@ -37,7 +38,7 @@ def execute(
         values: the call's fields, but for `workspace` where there is a `shape`.
         inputs: the tensors that may not require gradients.
         shape: what the scratch depends on; None: the stage has none.
-        workspace: the caller's scratch.
+        workspace: the caller's scratch, and `memory`, what else the caller gave, which it must not overlap.
 
     Raises:
         UnsupportedProblem, NotImplementedError, ValueError: as `resolve`, gradients, workspace.
@@ -53,8 +54,8 @@ def execute(
                 call = call_type(**values)
             else:
                 scratch = scratch_for(implementation, shape, workspace, device)
-                if scratch is not None and workspace is not None:
-                    check_outputs({"workspace": workspace}, values)
+                if scratch is not None and workspace is not None and memory is not None:
+                    check_memory(memory_of({"workspace": workspace}), memory)
                 call = call_type(**values, workspace=scratch)
             log_call(stage, implementation.key, call)
             returned = implementation.load()(call)

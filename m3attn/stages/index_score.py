@@ -9,7 +9,7 @@ import torch
 from m3attn import device_checks
 from m3attn.batch import LayerCache, PagedBatch
 from m3attn.calls import IndexScoreCall
-from m3attn.checks import check_batch, check_index_key, check_outputs, check_tensor
+from m3attn.checks import check_batch, check_index_key, check_outputs, check_tensor, once_per_look
 from m3attn.dtypes import E4M3, FLOAT_DTYPES, dtype_name
 from m3attn.operators import (
     BATCH,
@@ -25,9 +25,10 @@ from m3attn.operators import (
     unpack_index_cache,
     unpack_scale,
 )
-from m3attn.problem import Problem, arch_of
+from m3attn.problem import Problem, arch_of, arch_settings
 from m3attn.scales import Scale, ScaleLike
 from m3attn.stages.execute import execute
+from m3attn.workspace import WorkShape, workspace_limit
 
 INDEX_DTYPES = (*FLOAT_DTYPES, torch.float64, E4M3)
 
@@ -70,8 +71,11 @@ def index_score(
     return _eager(index_q, cache, batch, index_q_scale, out, impl)
 
 
-def check_index_inputs(index_q: Any, cache: LayerCache, batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor, Problem]:
-    """index_q, index keys and the problem, checked; shared with `index_topk`."""
+@once_per_look
+def accept_index_inputs(
+    _arch_settings: tuple[str | None, str | None], limit: int, index_q: Any, cache: LayerCache, batch: PagedBatch, topk: int = 16
+) -> tuple[Problem, WorkShape]:
+    """The problem and the scratch shape of inputs that fit one another; shared with `index_topk`."""
     index_q = check_tensor("index_q", index_q, ["T", "Hi", "Di"], INDEX_DTYPES)
     device = index_q.device
     check_batch(batch, device, sparse=True)
@@ -88,18 +92,33 @@ def check_index_inputs(index_q: Any, cache: LayerCache, batch: PagedBatch) -> tu
         index_dim=index_q.shape[2],
         page_size=batch.page_size,
         block_size=batch.block_size,
+        topk=topk,
         index_q_dtype=dtype_name(index_q.dtype),
         index_dtype=dtype_name(index_k.dtype),
         phase=batch.phase,
     )
-    return index_q, index_k, problem
+    shape = WorkShape(
+        tokens=index_q.shape[0],
+        num_requests=batch.num_requests,
+        num_q_heads=0,
+        num_kv_heads=0,
+        num_index_heads=index_q.shape[1],
+        head_dim=index_q.shape[2],
+        topk=topk,
+        max_seqlen_q=batch.max_seqlen_q,
+        max_seqlen_k=batch.max_seqlen_k,
+        block_size=batch.block_size,
+        limit=limit,
+        kv_dtype=problem.index_dtype,
+    )
+    return problem, shape
 
 
 def _eager(
     index_q: torch.Tensor, cache: LayerCache, batch: PagedBatch, index_q_scale: ScaleLike, out: torch.Tensor | None, impl: str | None
 ) -> torch.Tensor:
-    index_q, index_k, problem = check_index_inputs(index_q, cache, batch)
-    tokens, heads, _ = index_q.shape
+    problem, _ = accept_index_inputs(arch_settings(), workspace_limit(), index_q, cache, batch)
+    index_k, (tokens, heads, _) = cache.index_key(), index_q.shape
     if out is None:
         out = torch.empty(heads, tokens, batch.num_blocks, dtype=torch.float32, device=index_q.device)
     else:

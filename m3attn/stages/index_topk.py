@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from m3attn import device_checks
 from m3attn.batch import LayerCache, PagedBatch
 from m3attn.calls import IndexTopkCall
+from m3attn.checks import memory_of
 from m3attn.operators import (
     BATCH,
     INDEX_CACHE,
@@ -24,11 +24,12 @@ from m3attn.operators import (
     unpack_index_cache,
     unpack_scale,
 )
+from m3attn.problem import arch_settings
 from m3attn.scales import Scale, ScaleLike
 from m3attn.stages.execute import execute
-from m3attn.stages.index_score import check_index_inputs
+from m3attn.stages.index_score import accept_index_inputs
 from m3attn.stages.select_blocks import check_selection, ids_buffer
-from m3attn.workspace import WorkShape, workspace_limit
+from m3attn.workspace import workspace_limit
 
 
 def index_topk(
@@ -84,10 +85,12 @@ def _eager(
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> torch.Tensor:
-    index_q, index_k, problem = check_index_inputs(index_q, cache, batch)
+    problem, shape = accept_index_inputs(arch_settings(), workspace_limit(), index_q, cache, batch, topk)
     check_selection(topk, init_blocks, local_blocks)
-    tokens, heads, dim = index_q.shape
-    out = ids_buffer(out, heads, tokens, topk, {"index_q": index_q, "cache.index_k": index_k}, index_q.device)
+    index_k, device = cache.index_key(), index_q.device
+    tokens, heads, _ = index_q.shape
+    memory = memory_of({"index_q": index_q, "cache.index_k": index_k})
+    out = ids_buffer(out, heads, tokens, topk, memory, device)
     call = dict(
         index_q=index_q,
         index_k=index_k,
@@ -95,36 +98,12 @@ def _eager(
         topk=topk,
         init_blocks=init_blocks,
         local_blocks=local_blocks,
-        index_q_scale=Scale.of(index_q_scale, argument="index_q_scale", device=index_q.device),
-        index_k_scale=cache.scales(index_q.device)[2],
+        index_q_scale=Scale.of(index_q_scale, argument="index_q_scale", device=device),
+        index_k_scale=cache.scales(device)[2],
         out=out,
     )
-    shape = WorkShape(
-        tokens=tokens,
-        num_requests=batch.num_requests,
-        num_q_heads=0,
-        num_kv_heads=0,
-        num_index_heads=heads,
-        head_dim=dim,
-        topk=topk,
-        max_seqlen_q=batch.max_seqlen_q,
-        max_seqlen_k=batch.max_seqlen_k,
-        block_size=batch.block_size,
-        limit=workspace_limit(),
-        kv_dtype=problem.index_dtype,
-    )
     device_checks.check_step(batch, tokens, num_pages=index_k.shape[0])
-    execute(
-        "index_topk",
-        IndexTopkCall,
-        call,
-        replace(problem, topk=topk),
-        impl,
-        (index_q, index_k),
-        shape=shape,
-        workspace=workspace,
-        device=index_q.device,
-    )
+    execute("index_topk", IndexTopkCall, call, problem, impl, (index_q, index_k), shape=shape, workspace=workspace, memory=memory, device=device)
     return out
 
 

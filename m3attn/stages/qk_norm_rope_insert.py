@@ -10,7 +10,7 @@ import torch
 from m3attn import device_checks
 from m3attn.batch import LayerCache
 from m3attn.calls import QkNormRopeInsertCall
-from m3attn.checks import check_int, check_number, check_outputs, check_tensor
+from m3attn.checks import check_int, check_number, check_outputs, check_tensor, once_per_look
 from m3attn.dtypes import E4M3, E5M2, FLOAT_DTYPES, dtype_name, is_fp8
 from m3attn.operators import (
     define,
@@ -23,7 +23,7 @@ from m3attn.operators import (
     unpack_optional,
     unpack_scale,
 )
-from m3attn.problem import Problem, arch_of
+from m3attn.problem import Problem, arch_of, arch_settings
 from m3attn.scales import UNIT, Scale, ScaleLike
 from m3attn.stages.execute import execute
 
@@ -160,50 +160,18 @@ def _eager(
     skip_index: bool,
     impl: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    check_int("heads[0] (q)", heads.q, 1)
-    check_int("heads[1] (kv)", heads.kv, 1)
-    check_int("heads[2] (index)", heads.index, 0)
-    if heads.q % heads.kv:
-        raise ValueError(f"heads: expected q heads to be a multiple of the {heads.kv} KV heads, got {heads.q}")
-    check_tensor("qkv", qkv, ["T", heads.row_width], ROW_DTYPES)
-    device, tokens = qkv.device, qkv.shape[0]
-    with_index = heads.index > 0 and not skip_index
     norm = _norm_weights(weights)
-    weight_dtypes = (torch.float32, qkv.dtype)
-    check_tensor("weights.q", norm.q, [HEAD_DIM], weight_dtypes, device)
-    check_tensor("weights.k", norm.k, [HEAD_DIM], weight_dtypes, device)
-    if with_index:
-        check_tensor("weights.index_q", norm.index_q, [HEAD_DIM], weight_dtypes, device)
-        check_tensor("weights.index_k", norm.index_k, [HEAD_DIM], weight_dtypes, device)
-    check_tensor("positions", positions, [tokens], INT_DTYPES, device)
-    check_tensor("cos_sin", cos_sin, ["max_position", "rotary_dim"], weight_dtypes, device)
-    if cos_sin.shape[1] % 2 or not 2 <= cos_sin.shape[1] <= HEAD_DIM:
-        raise ValueError(f"cos_sin: expected an even rotary_dim from 2 to {HEAD_DIM}, got {cos_sin.shape[1]}")
-
+    problem = _accept(arch_settings(), qkv, norm, positions, cos_sin, cache, slots, index_slots, heads, q_out, index_q_out, skip_index)
+    device, with_index = qkv.device, heads.index > 0 and not skip_index
     k_cache = v_cache = index_cache = None
     k_scale = v_scale = index_k_scale = UNIT
     if cache is not None:
-        if not isinstance(cache, LayerCache):
-            raise TypeError(f"cache: expected a LayerCache or None, got {type(cache).__name__}")
         k_cache, v_cache = cache.key_value()
         k_scale, v_scale, index_k_scale = cache.scales(device)
-        for name, tensor in (("cache.k", k_cache), ("cache.v", v_cache)):
-            check_tensor(name, tensor, ["pages", heads.kv, "page_size", HEAD_DIM], (qkv.dtype, E4M3, E5M2), device)
-        check_tensor("slots", slots, [tokens], INT_DTYPES, device)
         device_checks.check_slots("slots", slots, k_cache.shape[0] * k_cache.shape[2])
         if with_index:
-            index_cache = check_tensor("cache.index_k", cache.index_key(), ["pages", "page_size", HEAD_DIM], (qkv.dtype, E4M3), device)
-            check_tensor("index_slots", index_slots, [tokens], INT_DTYPES, device)
+            index_cache = cache.index_key()
             device_checks.check_slots("index_slots", index_slots, index_cache.shape[0] * index_cache.shape[1])
-    elif slots is not None or index_slots is not None:
-        raise ValueError("slots: expected None without a cache, got slots to write to nowhere")
-    out_dtypes = (torch.bfloat16, torch.float16, qkv.dtype, E4M3)
-    if q_out is not None:
-        check_tensor("q_out", q_out, [tokens, heads.q, HEAD_DIM], out_dtypes, device)
-    if index_q_out is not None:
-        if not with_index:
-            raise ValueError("index_q_out: expected None without an index branch, got a tensor")
-        check_tensor("index_q_out", index_q_out, [tokens, heads.index, HEAD_DIM], out_dtypes, device)
     check_outputs(
         {"q_out": q_out, "index_q_out": index_q_out, "cache.k": k_cache, "cache.v": v_cache, "cache.index_k": index_cache},
         {"qkv": qkv, "cos_sin": cos_sin, "positions": positions, "slots": slots, "index_slots": index_slots}
@@ -238,18 +206,72 @@ def _eager(
         v_scale=_fp8_scale("cache.v_scale", v_scale, None if v_cache is None else v_cache.dtype),
         index_k_scale=_fp8_scale("cache.index_k_scale", index_k_scale if with_index else UNIT, None if index_cache is None else index_cache.dtype),
     )
-    problem = Problem(
+    execute("qk_norm_rope_insert", QkNormRopeInsertCall, call, problem, impl, (qkv, norm.q, norm.k, norm.index_q, norm.index_k), device=device)
+    return _results(qkv, heads, q_out, index_q_out, skip_index)
+
+
+@once_per_look
+def _accept(
+    _arch_settings: tuple[str | None, str | None],
+    qkv: Any,
+    norm: NormWeights,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    cache: LayerCache | None,
+    slots: torch.Tensor | None,
+    index_slots: torch.Tensor | None,
+    heads: HeadCounts,
+    q_out: torch.Tensor | None,
+    index_q_out: torch.Tensor | None,
+    skip_index: bool,
+) -> Problem:
+    check_int("heads[0] (q)", heads.q, 1)
+    check_int("heads[1] (kv)", heads.kv, 1)
+    check_int("heads[2] (index)", heads.index, 0)
+    if heads.q % heads.kv:
+        raise ValueError(f"heads: expected q heads to be a multiple of the {heads.kv} KV heads, got {heads.q}")
+    check_tensor("qkv", qkv, ["T", heads.row_width], ROW_DTYPES)
+    device, tokens = qkv.device, qkv.shape[0]
+    with_index = heads.index > 0 and not skip_index
+    weight_dtypes = (torch.float32, qkv.dtype)
+    check_tensor("weights.q", norm.q, [HEAD_DIM], weight_dtypes, device)
+    check_tensor("weights.k", norm.k, [HEAD_DIM], weight_dtypes, device)
+    if with_index:
+        check_tensor("weights.index_q", norm.index_q, [HEAD_DIM], weight_dtypes, device)
+        check_tensor("weights.index_k", norm.index_k, [HEAD_DIM], weight_dtypes, device)
+    check_tensor("positions", positions, [tokens], INT_DTYPES, device)
+    check_tensor("cos_sin", cos_sin, ["max_position", "rotary_dim"], weight_dtypes, device)
+    if cos_sin.shape[1] % 2 or not 2 <= cos_sin.shape[1] <= HEAD_DIM:
+        raise ValueError(f"cos_sin: expected an even rotary_dim from 2 to {HEAD_DIM}, got {cos_sin.shape[1]}")
+    kv_dtype, index_dtype = qkv.dtype, qkv.dtype
+    if cache is not None:
+        if not isinstance(cache, LayerCache):
+            raise TypeError(f"cache: expected a LayerCache or None, got {type(cache).__name__}")
+        for name, tensor in zip(("cache.k", "cache.v"), cache.key_value(), strict=True):
+            kv_dtype = check_tensor(name, tensor, ["pages", heads.kv, "page_size", HEAD_DIM], (qkv.dtype, E4M3, E5M2), device).dtype
+        check_tensor("slots", slots, [tokens], INT_DTYPES, device)
+        if with_index:
+            index_dtype = check_tensor("cache.index_k", cache.index_key(), ["pages", "page_size", HEAD_DIM], (qkv.dtype, E4M3), device).dtype
+            check_tensor("index_slots", index_slots, [tokens], INT_DTYPES, device)
+    elif slots is not None or index_slots is not None:
+        raise ValueError("slots: expected None without a cache, got slots to write to nowhere")
+    out_dtypes = (torch.bfloat16, torch.float16, qkv.dtype, E4M3)
+    if q_out is not None:
+        check_tensor("q_out", q_out, [tokens, heads.q, HEAD_DIM], out_dtypes, device)
+    if index_q_out is not None:
+        if not with_index:
+            raise ValueError("index_q_out: expected None without an index branch, got a tensor")
+        check_tensor("index_q_out", index_q_out, [tokens, heads.index, HEAD_DIM], out_dtypes, device)
+    return Problem(
         arch=arch_of(device),
         num_q_heads=heads.q,
         num_kv_heads=heads.kv,
         num_index_heads=heads.index,
         q_dtype=dtype_name(qkv.dtype),
-        kv_dtype=dtype_name(qkv.dtype if k_cache is None else k_cache.dtype),
+        kv_dtype=dtype_name(kv_dtype),
         index_q_dtype="none" if not with_index else dtype_name(qkv.dtype if index_q_out is None else index_q_out.dtype),
-        index_dtype="none" if not with_index else dtype_name(qkv.dtype if index_cache is None else index_cache.dtype),
+        index_dtype="none" if not with_index else dtype_name(index_dtype),
     )
-    execute("qk_norm_rope_insert", QkNormRopeInsertCall, call, problem, impl, (qkv, norm.q, norm.k, norm.index_q, norm.index_k), device=device)
-    return _results(qkv, heads, q_out, index_q_out, skip_index)
 
 
 _OUT_SCHEMA = (

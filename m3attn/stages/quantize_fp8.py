@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from m3attn.calls import QuantizeFp8Call
-from m3attn.checks import check_outputs, check_tensor
+from m3attn.checks import check_outputs, check_tensor, once_per_look
 from m3attn.dtypes import E4M3, FLOAT_DTYPES, dtype_name, torch_dtype
 from m3attn.operators import define, nothing, unpack
-from m3attn.problem import Problem, arch_of
+from m3attn.problem import Problem, arch_of, arch_settings
 from m3attn.scales import UNIT, Scale, ScaleLike
 from m3attn.stages.execute import execute
 
@@ -73,25 +73,34 @@ def _eager(
     impl: str | None,
     scale_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
-    if not 1 <= x.dim() <= 4:
-        raise ValueError(f"x: expected 1 to 4 dimensions, got shape {list(x.shape)}")
-    check_tensor("x", x, list(x.shape), FLOAT_DTYPES)
-    mode, fp8 = _mode(scale), _fp8_dtype(dtype)
-    static = UNIT if isinstance(scale, str) else Scale.of(scale, argument="scale", device=x.device)
+    mode = _mode(scale)
+    problem, fp8 = _accept(arch_settings(), x, mode, dtype, out)
+    static = UNIT if mode != "static" else Scale.of(scale, argument="scale", device=x.device)  # type: ignore[arg-type]
     if out is None:
         out = torch.empty(x.shape, dtype=fp8, device=x.device)
     else:
-        check_tensor("out", out, list(x.shape), [fp8], x.device)
         check_outputs({"out": out}, {"x": x, "scale": static.tensor})
     if mode != "static" and scale_out is None:
         scale_out = torch.empty(_scale_shape(x, mode), dtype=torch.float32, device=x.device)
     flat_scale = None if scale_out is None else scale_out.view(-1)
-    problem = Problem(arch=arch_of(x.device), q_dtype=dtype_name(x.dtype), kv_dtype=dtype_name(fp8), dynamic_scale=mode != "static")
     call = {"x": x, "mode": mode, "scale": static, "out": out, "scale_out": flat_scale, "pdl": pdl}
     execute("quantize_fp8", QuantizeFp8Call, call, problem, impl, (x,), device=x.device)
     return out if scale_out is None else (out, scale_out)
+
+
+@once_per_look
+def _accept(
+    _arch_settings: tuple[str | None, str | None], x: Any, mode: str, dtype: torch.dtype | str, out: torch.Tensor | None
+) -> tuple[Problem, torch.dtype]:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    if not 1 <= x.dim() <= 4:
+        raise ValueError(f"x: expected 1 to 4 dimensions, got shape {list(x.shape)}")
+    check_tensor("x", x, x.shape, FLOAT_DTYPES)
+    fp8 = _fp8_dtype(dtype)
+    if out is not None:
+        check_tensor("out", out, x.shape, [fp8], x.device)
+    return Problem(arch=arch_of(x.device), q_dtype=dtype_name(x.dtype), kv_dtype=dtype_name(fp8), dynamic_scale=mode != "static"), fp8
 
 
 def _compiled(

@@ -9,9 +9,9 @@ import torch
 from m3attn import device_checks
 from m3attn.batch import PagedBatch
 from m3attn.calls import SelectBlocksCall
-from m3attn.checks import MAX_TOPK, check_batch, check_int, check_outputs, check_tensor
+from m3attn.checks import MAX_TOPK, Memory, check_batch, check_int, check_memory, check_tensor, memory_of, once_per_look
 from m3attn.operators import BATCH, define, nothing, pack_batch
-from m3attn.problem import Problem, arch_of
+from m3attn.problem import Problem, arch_of, arch_settings
 from m3attn.stages.execute import execute
 
 
@@ -62,35 +62,44 @@ def check_selection(topk: int, init_blocks: int, local_blocks: int) -> None:
     check_int("local_blocks", local_blocks, 0)
 
 
-def ids_buffer(
-    out: torch.Tensor | None, heads: int, tokens: int, topk: int, inputs: dict[str, torch.Tensor | None], device: torch.device
-) -> torch.Tensor:
-    """`out` checked, or a fresh [heads, tokens, topk] int32."""
+def ids_buffer(out: torch.Tensor | None, heads: int, tokens: int, topk: int, memory: Memory, device: torch.device) -> torch.Tensor:
+    """`out` checked, and added to `memory`, the inputs'; or a fresh [heads, tokens, topk] int32."""
     if out is None:
         return torch.empty(heads, tokens, topk, dtype=torch.int32, device=device)
     check_tensor("out", out, [heads, tokens, topk], [torch.int32], device, unit_last_stride=False)
-    check_outputs({"out": out}, inputs)
+    outputs = memory_of({"out": out})
+    check_memory(outputs, memory)
+    memory += outputs
     return out
 
 
 def _eager(
     scores: torch.Tensor, batch: PagedBatch, topk: int, init_blocks: int, local_blocks: int, out: torch.Tensor | None, impl: str | None
 ) -> torch.Tensor:
-    check_tensor("scores", scores, ["Hkv", "T", "blocks"], [torch.float32], unit_last_stride=False)
-    device = scores.device
-    check_batch(batch, device, sparse=True)
+    problem = _accept(arch_settings(), scores, batch, topk)
     check_selection(topk, init_blocks, local_blocks)
-    heads, tokens, columns = scores.shape
-    if columns != batch.num_blocks:
-        raise ValueError(f"scores: expected {batch.num_blocks} columns, ceil(max_seqlen_k / block_size), got {columns}")
-    out = ids_buffer(out, heads, tokens, topk, {"scores": scores}, device)
-    problem = Problem(
-        arch=arch_of(device), num_index_heads=heads, page_size=batch.page_size, block_size=batch.block_size, topk=topk, phase=batch.phase
-    )
+    device, (heads, tokens, _) = scores.device, scores.shape
+    out = ids_buffer(out, heads, tokens, topk, memory_of({"scores": scores}), device)
     call = {"scores": scores, "batch": batch, "topk": topk, "init_blocks": init_blocks, "local_blocks": local_blocks, "out": out}
     device_checks.check_step(batch, tokens, num_pages=None)
     execute("select_blocks", SelectBlocksCall, call, problem, impl, (scores,), device=device)
     return out
+
+
+@once_per_look
+def _accept(_arch_settings: tuple[str | None, str | None], scores: Any, batch: PagedBatch, topk: int) -> Problem:
+    heads, _, columns = check_tensor("scores", scores, ["Hkv", "T", "blocks"], [torch.float32], unit_last_stride=False).shape
+    check_batch(batch, scores.device, sparse=True)
+    if columns != batch.num_blocks:
+        raise ValueError(f"scores: expected {batch.num_blocks} columns, ceil(max_seqlen_k / block_size), got {columns}")
+    return Problem(
+        arch=arch_of(scores.device),
+        num_index_heads=heads,
+        page_size=batch.page_size,
+        block_size=batch.block_size,
+        topk=topk,
+        phase=batch.phase,
+    )
 
 
 _SCHEMA = f"Tensor scores, {BATCH}, SymInt topk, SymInt init_blocks, SymInt local_blocks, str? impl"

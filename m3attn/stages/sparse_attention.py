@@ -9,7 +9,6 @@ import torch
 from m3attn import device_checks
 from m3attn.batch import LayerCache, PagedBatch
 from m3attn.calls import SparseAttentionCall
-from m3attn.checks import MAX_TOPK, check_int, check_tensor
 from m3attn.operators import define, nothing
 from m3attn.scales import ScaleLike
 from m3attn.stages.attention import COMMON, NUM_COMMON, check_attention, fake_outputs, flatten, lse_dtype, output_buffers, unflatten
@@ -89,8 +88,6 @@ def _eager(
     lse_out: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    check_tensor("ids", ids, ["Hkv", "T", "K"], [torch.int32], unit_last_stride=False)
-    topk = check_int("ids.shape[2]", ids.shape[2], 1, MAX_TOPK)
     checked = check_attention(
         q,
         cache,
@@ -102,10 +99,10 @@ def _eager(
         return_lse=return_lse,
         out=out,
         lse_out=lse_out,
+        has_workspace=workspace is not None,
+        sparse=True,
         ids=ids,
-        topk=topk,
     )
-    check_tensor("ids", ids, [checked.problem.num_kv_heads, q.shape[0], topk], None, q.device, unit_last_stride=False)
     device_checks.check_step(batch, q.shape[0], num_pages=checked.call["k"].shape[0])
     device_checks.check_ids(ids, batch.num_blocks)
     checked.call["ids"] = ids
