@@ -44,8 +44,13 @@ READS_AHEAD = 2
 L2_BYTES = 128
 """What the L2 cache fetches from memory for a copy of 16 bytes."""
 MERGE_THREADS = 128
-WEIGHT_SCALE_E4M3 = 256.0
-"""Weights of at most 1 lose less in e4m3 above its denormals."""
+WEIGHT_BITS_E4M3 = 8
+"""Weights of at most 1 lose less in e4m3 above its denormals: they are scaled by two to this power."""
+SHORT_SUMS = True
+"""Hopper's e4m3 sums keep 13 bits below their largest term, so that a long one loses what its later products add. Each tile's values make a sum
+of their own, which joins the output in fp32."""
+COLUMNS = 32
+"""Of the output that short sums are made for at once."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class SparseMlaSm90:
         self.stages = 3 if self.transposes else 2
         self.line_chunks = LINE * self.dtype.width // 128  # copies of 16 bytes that make a line of a token
         self.copied_tokens = 32 // self.line_chunks  # by a warp at once
+        self.short_sums = self.transposes and SHORT_SUMS
+        self.weight_bits = WEIGHT_BITS_E4M3 if self.transposes else 0
         self.consumer_registers, self.producer_registers = 216, 72
 
     @cute.jit
@@ -109,7 +116,10 @@ class SparseMlaSm90:
         k_major, source = OperandMajorMode.K, warpgroup.OperandSource.SMEM
         qk_mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (HEADS, TOKENS), source)
         v_major = k_major if self.transposes else OperandMajorMode.MN
-        pv_mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, v_major, Float32, (1, 1, 1), (HEADS, LATENT // 2), source)
+        columns = LATENT // 2
+        if const_expr(self.short_sums):
+            columns, source = COLUMNS, warpgroup.OperandSource.RMEM
+        pv_mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, v_major, Float32, (1, 1, 1), (HEADS, columns), source)
         num_work = mQ.shape[0] * ((mQ.shape[1] + HEADS - 1) // HEADS)
         # A query's whole rows, or its parts.
         results = (mOut, mMaxLogits, mLse)
@@ -158,9 +168,10 @@ class SparseMlaSm90:
         smem = cutlass.memory.SmemAllocator()
         sQ = smem.allocate_tensor(self.dtype, cute.make_layout(HEADS * LINE * self.lines), 1024)
         sTiles = smem.allocate_tensor(self.dtype, cute.make_layout(TOKENS * LINE * LINES * self.stages), 1024)
-        sValues = sTiles
+        sValues, sWeights = sTiles, cute.make_tensor(sTiles.iterator + (LINES - 1) * (TOKENS * LINE), cute.make_layout(1))
         if const_expr(self.transposes):
             sValues = smem.allocate_tensor(self.dtype, cute.make_layout(TOKENS * LATENT * VALUE_STAGES), 1024)
+            sWeights = smem.allocate_tensor(self.dtype, cute.make_layout(HEADS * TOKENS * self.stages), 1024)
         sMax = smem.allocate_tensor(Float32, cute.make_layout((HEADS, self.stages)), 16)  # of each row's logits up to the tile, base 2
         sSums = smem.allocate_tensor(Float32, cute.make_layout((HEADS, 2, 2)), 16)  # [rows, warpgroups, every second piece of work]
         sValid = smem.allocate_tensor(Int32, cute.make_layout((4, self.stages)), 16)  # 16 tokens a word
@@ -174,12 +185,12 @@ class SparseMlaSm90:
         if warp == 0:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(self.stages):
-                    # The last part comes with words about the tokens. The others are freed by the warpgroup that multiplies them as values, or by the
-                    # one that multiplies them as keys and the one that transposes them.
+                    # The last part comes with words about the tokens. Values are freed by the warpgroup that multiplies them, or by the one that
+                    # multiplies them as keys and the one that transposes them. Weights in the last part are freed by both that multiply them.
                     for part in (LEFT, RIGHT, LAST):
                         cute.arch.mbarrier_init(parts[part].full + stage, WARPGROUP + (4 if part == LAST else 0))
-                        cute.arch.mbarrier_init(parts[part].empty + stage, 8 if part == LAST or self.transposes else 4)
-                    cute.arch.mbarrier_init(weights.full + stage, 4)  # freed with the last part
+                        cute.arch.mbarrier_init(parts[part].empty + stage, 8 if (part == LAST) != self.transposes else 4)
+                    cute.arch.mbarrier_init(weights.full + stage, 4)
                 for stage in cutlass.range_constexpr(VALUE_STAGES):
                     cute.arch.mbarrier_init(values.full + stage, 4)
                     cute.arch.mbarrier_init(values.empty + stage, 8)
@@ -198,8 +209,6 @@ class SparseMlaSm90:
             if const_expr(mKVScale is not None):
                 logit_scale *= mKVScale[0]
                 value_scale *= mKVScale[0]
-            if const_expr(self.transposes):
-                value_scale *= 1.0 / WEIGHT_SCALE_E4M3
             self.consume(
                 mQ,
                 mIndices,
@@ -216,6 +225,7 @@ class SparseMlaSm90:
                 sQ,
                 sTiles,
                 sValues,
+                sWeights,
                 sMax,
                 sSums,
                 sValid,
@@ -418,6 +428,7 @@ class SparseMlaSm90:
         sQ: cute.Tensor,
         sTiles: cute.Tensor,
         sValues: cute.Tensor,
+        sWeights: cute.Tensor,
         sMax: cute.Tensor,
         sSums: cute.Tensor,
         sValid: cute.Tensor,
@@ -428,8 +439,8 @@ class SparseMlaSm90:
         half: Int32,
     ):
         """One warpgroup: the softmax of every second tile, and its half of the outputs' columns."""
-        tSrQ, tSrK, tOrP, tOrV = self.operands(qk_mma, pv_mma, sQ, sTiles, sValues, half)
-        rO = cute.make_rmem_tensor(pv_mma.get_slice(0).partition_shape_C((HEADS, LATENT // 2)), Float32)
+        tSrQ, tSrK, tOrP, tOrV = self.operands(qk_mma, pv_mma, sQ, sTiles, sValues, sWeights, half)
+        rO = cute.make_rmem_tensor(LATENT // 4, Float32)
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
         num_heads = mQ.shape[1]
@@ -444,51 +455,59 @@ class SparseMlaSm90:
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
             queries.wait_full(work_count)
+            none = cute.make_rmem_tensor(2, Float32)
+            none.fill(0.0)
             if half == 0 and tiles > 0:
                 rS = self.multiply_keys(qk_mma, tSrQ, tSrK, first, parts, (LEFT, RIGHT, LAST))
                 warpgroup.wait_group(0)
-                self.release_keys(parts, first)
-                self.weigh(rS, row_max, row_sum, sValid, first, scale_log2)
-                self.publish(rS, row_max, sTiles, sMax, first, weights, half)
-                self.multiply_values(pv_mma, rO, tOrP, tOrV, first, weights, values)
-                warpgroup.wait_group(0)
-                self.release(parts, values, first, half)
+                valid = self.release_keys(sValid, parts, first)
+                self.weigh(rS, row_max, row_sum, valid, scale_log2)
+                self.publish(rS, row_max, sWeights, sMax, first, weights, half)
+                self.add_values(pv_mma, rO, none, tOrP, tOrV, sWeights, first, weights, values)
+                self.release_values(parts, values, first, half)
             tile = 2 - half
             while tile < tiles:
                 count = first + tile
-                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (LEFT,))
-                self.follow(rO, row_max, row_sum, sMax, count - 1, weights)
-                self.multiply_values(pv_mma, rO, tOrP, tOrV, count - 1, weights, values)
-                warpgroup.wait_group(0)
-                # Before the wait for the rest of the keys: of two stages theirs may be the one that this frees.
-                self.release(parts, values, count - 1, half)
-                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (RIGHT, LAST), rS)
-                warpgroup.wait_group(0)
-                self.release_keys(parts, count)
-                rescale = self.weigh(rS, row_max, row_sum, sValid, count, scale_log2)
-                self.publish(rS, row_max, sTiles, sMax, count, weights, half)
-                self.rescale_output(rO, rescale)
-                self.multiply_values(pv_mma, rO, tOrP, tOrV, count, weights, values)
-                warpgroup.wait_group(0)
-                self.release(parts, values, count, half)
+                if const_expr(self.short_sums):
+                    # Their registers are those of Q K^T, which the other warpgroup's products run beside.
+                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (LEFT, RIGHT, LAST))
+                    warpgroup.wait_group(0)
+                    valid = self.release_keys(sValid, parts, count)
+                    before = self.follow(row_max, row_sum, sMax, count - 1, weights)
+                    rescale = self.weigh(rS, row_max, row_sum, valid, scale_log2)
+                    self.publish(rS, row_max, sWeights, sMax, count, weights, half)
+                    self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values)
+                    self.release_values(parts, values, count - 1, half)
+                else:
+                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (LEFT,))
+                    before = self.follow(row_max, row_sum, sMax, count - 1, weights)
+                    self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values)
+                    # Before the wait for the rest of the keys: of two stages theirs may be the one that this frees.
+                    self.release_values(parts, values, count - 1, half)
+                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (RIGHT, LAST), rS)
+                    warpgroup.wait_group(0)
+                    valid = self.release_keys(sValid, parts, count)
+                    rescale = self.weigh(rS, row_max, row_sum, valid, scale_log2)
+                    self.publish(rS, row_max, sWeights, sMax, count, weights, half)
+                self.add_values(pv_mma, rO, rescale, tOrP, tOrV, sWeights, count, weights, values)
+                self.release_values(parts, values, count, half)
                 tile += 2
             queries.release(work_count)
             if tile == tiles:
-                self.follow(rO, row_max, row_sum, sMax, first + tile - 1, weights)
-                self.multiply_values(pv_mma, rO, tOrP, tOrV, first + tile - 1, weights, values)
-                warpgroup.wait_group(0)
-                self.release(parts, values, first + tile - 1, half)
+                before = self.follow(row_max, row_sum, sMax, first + tile - 1, weights)
+                self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, first + tile - 1, weights, values)
+                self.release_values(parts, values, first + tile - 1, half)
             self.finish(mSink, mOut, mMaxLogits, mLse, value_scale, rO, row_max, row_sum, sSums, work_count, query, first_head, split, half)
             first += tiles
             work_count += 1
             work += grid
 
-    def operands(self, qk_mma, pv_mma, sQ, sTiles, sValues, half):
+    def operands(self, qk_mma, pv_mma, sQ, sTiles, sValues, sWeights, half):
         """Both products' operands in shared memory: queries, keys, weights, this warpgroup's half of the values."""
         tile = TOKENS * LINE * LINES
         sQ = self.staged(sQ.iterator, HEADS, self.lines, 1, 0)[None, None, 0]  # [64, D]
         sK = self.staged(sTiles.iterator, TOKENS, self.lines, self.stages, tile)  # [64, D, stages]
-        sP = self.staged(sTiles.iterator + (LINES - 1) * (TOKENS * LINE), HEADS, 1, self.stages, tile)  # [64, 64, stages]
+        sP = self.staged(sWeights.iterator, HEADS, 1, self.stages, self.weights_stride())  # [64, 64, stages]
         first = sValues.iterator + half * (TOKENS * LATENT // 2)
         if const_expr(self.transposes):
             sVt = self.staged(first, LATENT // 2, TOKENS // LINE, VALUE_STAGES, TOKENS * LATENT)  # [256, 64, stages]
@@ -496,12 +515,20 @@ class SparseMlaSm90:
             sV = self.staged(first, TOKENS, HALF_LINES, self.stages, tile)  # [64, 256, stages]
             sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         qk_thread, pv_thread = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        if const_expr(self.short_sums):
+            tOrP = cute.make_rmem_tensor(pv_thread.partition_shape_A((HEADS, TOKENS)), self.dtype)
+            sVt = cute.local_tile(sVt, (COLUMNS, TOKENS), (None, 0, None))  # [32, 64, 8, stages]
+        else:
+            tOrP = pv_thread.make_fragment_A(pv_thread.partition_A(sP))
         return (
             qk_thread.make_fragment_A(qk_thread.partition_A(sQ)),
             qk_thread.make_fragment_B(qk_thread.partition_B(sK)),
-            pv_thread.make_fragment_A(pv_thread.partition_A(sP)),
+            tOrP,
             pv_thread.make_fragment_B(pv_thread.partition_B(sVt)),
         )
+
+    def weights_stride(self):
+        return HEADS * TOKENS if self.transposes else TOKENS * LINE * LINES
 
     def first_row_of_thread(self):
         """Of the two rows that a thread holds of accumulators; the other is 8 further on."""
@@ -545,31 +572,79 @@ class SparseMlaSm90:
         return rS
 
     @cute.jit
-    def multiply_values(
-        self, pv_mma: cute.TiledMma, rO: cute.Tensor, tOrP: cute.Tensor, tOrV: cute.Tensor, count: Int32, weights: Ring, values: Ring
+    def add_values(
+        self,
+        pv_mma: cute.TiledMma,
+        rO: cute.Tensor,
+        rescale: cute.Tensor,
+        tOrP: cute.Tensor,
+        tOrV: cute.Tensor,
+        sWeights: cute.Tensor,
+        count: Int32,
+        weights: Ring,
+        values: Ring,
     ):
-        """Starts O += P V."""
-        weights.wait_full(count)
-        value_stage = count % self.stages
-        if const_expr(self.transposes):
-            values.wait_full(count)
-            value_stage = count % VALUE_STAGES
-        atom = cute.make_mma_atom(pv_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-        cute.arch.fence_view_async_shared()
-        warpgroup.fence()
+        """O = O * rescale + P V of a tile."""
         stage = count % self.stages
-        for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
-            cute.gemm(atom, rO, tOrP[None, None, k, stage], tOrV[None, None, k, value_stage], rO)
-        warpgroup.commit_group()
+        atom = cute.make_mma_atom(pv_mma.op)
+        weights.wait_full(count)
+        if const_expr(self.short_sums):
+            self.read_weights(tOrP, sWeights.iterator + stage * self.weights_stride())
+            values.wait_full(count)
+            chunks = LATENT // 2 // COLUMNS
+            sums = [cute.make_rmem_tensor(pv_mma.get_slice(0).partition_shape_C((HEADS, COLUMNS)), Float32) for _ in range(2)]
+            for chunk in cutlass.range_constexpr(chunks + 1):
+                if const_expr(chunk < chunks):
+                    atom.set(warpgroup.Field.ACCUMULATE, False)
+                    warpgroup.fence()
+                    rSum = sums[chunk % 2]
+                    for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+                        cute.gemm(atom, rSum, tOrP[None, None, k], tOrV[None, None, k, chunk, count % VALUE_STAGES], rSum)
+                        atom.set(warpgroup.Field.ACCUMULATE, True)
+                    warpgroup.commit_group()
+                if const_expr(chunk > 0):
+                    warpgroup.wait_group(1 if chunk < chunks else 0)
+                    rPart = cute.make_tensor(rO.iterator + (chunk - 1) * (COLUMNS // 2), cute.make_layout(COLUMNS // 2))
+                    output, products = self.by_row(rPart), self.by_row(sums[(chunk - 1) % 2])
+                    for r in cutlass.range_constexpr(2):
+                        output[r, None].store(output[r, None].load() * rescale[r] + products[r, None].load())
+        else:
+            output = self.by_row(rO)
+            for r in cutlass.range_constexpr(2):
+                output[r, None].store(output[r, None].load() * rescale[r])
+            value_stage = stage
+            if const_expr(self.transposes):
+                values.wait_full(count)
+                value_stage = count % VALUE_STAGES
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+            cute.arch.fence_view_async_shared()
+            warpgroup.fence()
+            rSum = cute.make_tensor(rO.iterator, pv_mma.get_slice(0).partition_shape_C((HEADS, LATENT // 2)))
+            for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+                cute.gemm(atom, rSum, tOrP[None, None, k, stage], tOrV[None, None, k, value_stage], rSum)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
 
     @cute.jit
-    def weigh(self, rS: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, sValid: cute.Tensor, count: Int32, scale_log2: Float32):
+    def read_weights(self, tOrP: cute.Tensor, line: cute.Pointer):
+        """A tile's weights as wgmma wants them in registers."""
+        lane = cute.arch.lane_idx()
+        row = cute.arch.warp_idx() % 4 * 16 + lane % 16
+        words = cute.recast_tensor(tOrP, Int32)
+        for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+            read = cute.arch.inline_ptx(
+                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                write_only_types=[Int32] * 4,
+                read_only_args=[(line + self.chunk_offset(row, 2 * k + lane // 16)).toint()],
+            )
+            for i in cutlass.range_constexpr(4):
+                words[4 * k + i] = read[i]
+
+    @cute.jit
+    def weigh(self, rS: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, valid: cute.Tensor, scale_log2: Float32):
         """One step of the softmax on products [64, 64], which become weights; returns what the output so far is to be multiplied by, [2]."""
         logits = self.by_row(rS)
         rescale = cute.make_rmem_tensor(2, Float32)
-        valid = cute.make_rmem_tensor(4, Int32)
-        cute.autovec_copy(sValid[None, count % self.stages], valid)
         rS.store(rS.load() * scale_log2)
         if (valid[0] & valid[1] & valid[2] & valid[3]) != 0xFFFF:
             for i in cutlass.range_constexpr(TOKENS // 4):
@@ -584,25 +659,27 @@ class SparseMlaSm90:
             new_max = cute.arch.fmax(old_max, peak)
             shift = Float32(0.0) if new_max == -Float32.inf else new_max
             rescale[r] = cute.math.exp2(old_max - shift, fastmath=True)
-            tile_weights = cute.math.exp2(row - shift, fastmath=True)
+            tile_weights = cute.math.exp2(row - (shift - self.weight_bits), fastmath=True)
             row_max[r] = new_max
             row_sum[r] = row_sum[r] * rescale[r] + tile_weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             logits[r, None].store(tile_weights)
         return rescale
 
     @cute.jit
-    def publish(self, rS: cute.Tensor, row_max: cute.Tensor, sTiles: cute.Tensor, sMax: cute.Tensor, count: Int32, weights: Ring, half: Int32):
+    def publish(self, rS: cute.Tensor, row_max: cute.Tensor, sWeights: cute.Tensor, sMax: cute.Tensor, count: Int32, weights: Ring, half: Int32):
         """The tile's weights to where both warpgroups' products read them, and its maxima."""
-        # The other warps may still multiply the rotated dims that the weights replace.
-        cute.arch.barrier(barrier_id=1 + half, number_of_threads=WARPGROUP)
+        # Where they have a place of their own, both warpgroups read what was there before the last tile's weights, which are there, were published.
+        if const_expr(not self.transposes):
+            # The other warps may still multiply the rotated dims that the weights replace.
+            cute.arch.barrier(barrier_id=1 + half, number_of_threads=WARPGROUP)
         stage = count % self.stages
         row, lane = self.first_row_of_thread(), cute.arch.lane_idx()
-        line = sTiles.iterator + (stage * LINES + LINES - 1) * (TOKENS * LINE)
+        line = sWeights.iterator + stage * self.weights_stride()
         logits = self.by_row(rS)
         for r in cutlass.range_constexpr(2):
             rP = cute.make_rmem_tensor(TOKENS // 4, self.dtype)
             if const_expr(self.transposes):
-                rP.store((logits[r, None].load() * WEIGHT_SCALE_E4M3).to(self.dtype))
+                rP.store(logits[r, None].load().to(self.dtype))
                 target = (line + self.chunk_offset(row + 8 * r, lane % 4)).align(16)
                 cute.autovec_copy(rP, cute.make_tensor(target, cute.make_layout(TOKENS // 4)))
             else:
@@ -614,14 +691,15 @@ class SparseMlaSm90:
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
                 sMax[row + 8 * r, stage] = row_max[r]
-        cute.arch.fence_view_async_shared()
+        if const_expr(not self.short_sums):
+            cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(weights.full + stage)
 
     @cute.jit
-    def follow(self, rO: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, sMax: cute.Tensor, count: Int32, weights: Ring):
-        """Brings outputs and sums under the maxima that the other warpgroup found in a tile."""
+    def follow(self, row_max: cute.Tensor, row_sum: cute.Tensor, sMax: cute.Tensor, count: Int32, weights: Ring):
+        """Brings the sums under the maxima that the other warpgroup found in a tile; returns what the output is to be multiplied by, [2]."""
         weights.wait_full(count)
         rescale = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
@@ -630,31 +708,28 @@ class SparseMlaSm90:
             rescale[r] = cute.math.exp2(row_max[r] - shift, fastmath=True)
             row_sum[r] *= rescale[r]
             row_max[r] = new_max
-        self.rescale_output(rO, rescale)
+        return rescale
 
     @cute.jit
-    def rescale_output(self, rO: cute.Tensor, rescale: cute.Tensor):
-        output = self.by_row(rO)
-        for r in cutlass.range_constexpr(2):
-            output[r, None].store(output[r, None].load() * rescale[r])
-
-    @cute.jit
-    def release_keys(self, parts: tuple[Ring, Ring, Ring], count: Int32):
-        """After Q K^T. Values of 16 bits are still to be read from the same place, by products that wait for what follows."""
+    def release_keys(self, sValid: cute.Tensor, parts: tuple[Ring, Ring, Ring], count: Int32):
+        """After Q K^T; returns the words about the tokens. Values of 16 bits are still to be read from the same place."""
+        valid = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(sValid[None, count % self.stages], valid)
         if const_expr(self.transposes):
-            parts[LEFT].release(count)
-            parts[RIGHT].release(count)
+            for part in cutlass.range_constexpr(LAST + 1):
+                parts[part].release(count)
+        return valid
 
     @cute.jit
-    def release(self, parts: tuple[Ring, Ring, Ring], values: Ring, count: Int32, half: Int32):
-        """After O += P V: this warpgroup's half of the values, and its share of the weights' line."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            if const_expr(self.transposes):
-                cute.arch.mbarrier_arrive(values.empty + count % VALUE_STAGES)
-            else:
+    def release_values(self, parts: tuple[Ring, Ring, Ring], values: Ring, count: Int32, half: Int32):
+        """After O += P V: this warpgroup's half of the values, and its share of the weights' place."""
+        if const_expr(self.transposes):
+            values.release(count)
+        else:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive((parts[LEFT].empty if half == 0 else parts[RIGHT].empty) + count % self.stages)
-            cute.arch.mbarrier_arrive(parts[LAST].empty + count % self.stages)
+                cute.arch.mbarrier_arrive(parts[LAST].empty + count % self.stages)
 
     @cute.jit
     def finish(
@@ -695,7 +770,7 @@ class SparseMlaSm90:
             total = sSums[row, 0, work_count % 2] + sSums[row, 1, work_count % 2]
             has_tokens = total > 0.0
             largest = row_max[r] * LN2
-            logsum = largest + cute.math.log2(total, fastmath=True) * LN2 if has_tokens else without_tokens
+            logsum = largest + (cute.math.log2(total, fastmath=True) - self.weight_bits) * LN2 if has_tokens else without_tokens
             factor = value_scale / total if has_tokens else Float32(0.0)
             if const_expr(mSink is not None and not self.variant.split):
                 if has_tokens:

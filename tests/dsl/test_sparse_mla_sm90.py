@@ -207,11 +207,18 @@ def wrong(inputs: SparseMlaInputs, edit: Callable[[str], str]) -> bool:
     return False
 
 
-@BOTH
 @pytest.mark.parametrize(
-    "pattern",
-    [r"fence\.proxy\.async[^;]*;", r"wgmma\.wait_group[^;]*;", r"(?:bar|barrier)\.(?:cta\.)?sync(?:\.aligned)?\s+%r\d+, 128;"],
-    ids=["fences", "waits", "barriers"],
+    ("mode", "pattern"),
+    [
+        pytest.param(mode, pattern, id=f"{name}-{mode}")
+        for name, pattern, modes in (
+            ("fences", r"fence\.proxy\.async[^;]*;", ("bf16", "fp8_pv")),
+            ("waits", r"wgmma\.wait_group[^;]*;", ("bf16", "fp8_pv")),
+            ("weights in place of keys", r"(?:bar|barrier)\.(?:cta\.)?sync(?:\.aligned)?\s+%r\d+, 128;", ("bf16",)),
+            ("both sums", r"(?:bar|barrier)\.(?:cta\.)?sync(?:\.aligned)?\s+3, 256;", ("bf16", "fp8_pv")),
+        )
+        for mode in modes
+    ],
 )
 def test_what_is_missing_is_seen(mode: str, pattern: str) -> None:
     assert wrong(sparse_mla_inputs(replace(BASE, topk=256, mode=mode), "cpu"), without(pattern))
