@@ -1,6 +1,6 @@
 """Sparse prefill on Blackwell: two halves of a tile take turns between the matrix unit and their softmax, over the blocks that any token selected.
 
-Tiles, their merged id lists and the loads of pages are Hopper's (`sparse_prefill_sm90`), and so is the warp that makes them. Here one further warp
+Tiles, their merged id lists and the loads of pages are Hopper's (`sparse_prefill_sm90`), and so are the warps that make them. Here one further warp
 starts all products; their operands and results stay in shared and tensor memory, and each thread of a half's warpgroup weighs one row.
 `docs/cute_sm100.md` walks through it.
 """
@@ -32,8 +32,10 @@ from m3attn.dsl_kernels.sparse_prefill_sm90 import (
     MAX_TILE_TOKENS,
     MORE,
     WARPGROUP,
-    MaybeTensor,
+    Attended,
+    Entry,
     Ring,
+    Shared,
     SparsePrefillSm90,
     Tile,
     is_aligned,
@@ -91,7 +93,17 @@ class Turns:
     outputs: Any  # complete
 
 
+@dataclass(frozen=True)
+class Own:
+    """Shared memory that only this architecture needs."""
+
+    turns: Turns
+    tensor_base: Any  # where tensor memory begins
+
+
 class SparsePrefillSm100(SparsePrefillSm90):
+    half_rows = HALF_ROWS
+
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         self.qk_dtype, self.v_dtype, self.out_dtype = (DTYPES[name] for name in (variant.qk_dtype, variant.v_dtype, variant.out_dtype))
@@ -111,115 +123,30 @@ class SparsePrefillSm100(SparsePrefillSm90):
         pv = sm100_utils.make_trivial_tiled_mma(self.v_dtype, self.v_dtype, k_major, OperandMajorMode.MN, Float32, group, shape, source)
         return qk, pv
 
-    @cute.kernel
-    def kernel(
-        self,
-        mQ: cute.Tensor,
-        k_pages: cute.Tensor,  # [128, D, Hkv, pages]
-        v_pages: cute.Tensor,
-        mIds: cute.Tensor,
-        mPageTable: cute.Tensor,
-        mSeqLens: cute.Tensor,
-        mCuSeqlens: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: MaybeTensor,
-        mSinkKey: MaybeTensor,
-        mQScale: MaybeTensor,
-        mKScale: MaybeTensor,
-        mVScale: MaybeTensor,
-        mDeferred: MaybeTensor,
-        most_distinct: Int32,
-        mCounter: cute.Tensor,
-        query_scale: Float32,
-        key_scale: Float32,
-        value_scale: Float32,
-        max_seqlen_k: Int32,
-        num_tiles: Int32,
-        num_work: Int32,
-        k_atom: cute.CopyAtom,
-        v_atom: cute.CopyAtom,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
-    ):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.qk_dtype, k_layout.outer, 1024, swizzle=k_layout.inner)  # [128, D, stages]
-        sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
-        sRows = smem.allocate_tensor(cutlass.Uint8, cute.make_layout((HALF_ROWS * self.row_bytes, 2)), 1024)  # [bytes, halves]
-        sEntry = smem.allocate_tensor(Int32, cute.make_layout((8, self.stages)), 16)
-        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(4 * self.stages + 9), 8).iterator
-        tensor_base = smem.allocate_tensor(Int32, cute.make_layout(1), 16).iterator
-        keys = Ring(barriers, barriers + self.stages, self.stages)
-        values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
-        turns = Turns(*(barriers + 4 * self.stages + 2 * i for i in range(4)))
-        last_page = barriers + 4 * self.stages + 8
+    def own(self, smem):
+        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(8), 8).iterator
+        return Own(Turns(*(barriers + 2 * i for i in range(4))), smem.allocate_tensor(Int32, cute.make_layout(1), 16).iterator)
 
-        self.init_all_barriers(warp, k_atom, v_atom, keys, values, turns, last_page)
+    @cute.jit
+    def set_up(self, warp: Int32, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, shared: Shared, own: Own):
+        self.init_all_barriers(warp, k_atom, v_atom, shared.keys, shared.values, own.turns, shared.last_page)
         if warp == 1:
-            cute.arch.alloc_tmem(TENSOR_COLUMNS, tensor_base)
+            self.init_entries(shared, 2 * WARPGROUP // 32 + 1)  # the halves, and the warp that multiplies
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, own.tensor_base)
         cute.arch.sync_threads()
-        tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, tensor_base)
 
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp == 0:
-                self.produce(
-                    k_pages,
-                    v_pages,
-                    mIds,
-                    mPageTable,
-                    mSeqLens,
-                    mCuSeqlens,
-                    mDeferred,
-                    most_distinct,
-                    mCounter,
-                    mQ.shape[0],
-                    max_seqlen_k,
-                    num_tiles,
-                    num_work,
-                    k_atom,
-                    v_atom,
-                    sK,
-                    sV,
-                    sEntry,
-                    keys,
-                    values,
-                    last_page,
-                )
-            elif warp == 1:
-                self.multiply_all(qk_mma, pv_mma, tensor_memory, sK, sV, sRows, sEntry, keys, values, turns)
-        else:
-            cute.arch.setmaxregister_increase(self.consumer_registers)
-            if const_expr(mQScale is not None):
-                query_scale *= mQScale[0]
-                key_scale *= mQScale[0]
-            if const_expr(mKScale is not None):
-                key_scale *= mKScale[0]
-            if const_expr(mVScale is not None):
-                value_scale *= mVScale[0]
-            self.weigh_all(
-                mQ,
-                mOut,
-                mLse,
-                mSinkKey,
-                query_scale,
-                key_scale,
-                value_scale,
-                qk_mma,
-                pv_mma,
-                tensor_memory,
-                sRows,
-                sEntry,
-                keys,
-                turns,
-                warp // 4 - 1,
-            )
+    @cute.jit
+    def tear_down(self, warp: Int32, own: Own):
         cute.arch.sync_threads()
         if warp == 1:
             cute.arch.relinquish_tmem_alloc_permit()
-            cute.arch.dealloc_tmem(tensor_memory, TENSOR_COLUMNS)
+            cute.arch.dealloc_tmem(self.tensor_memory(own), TENSOR_COLUMNS)
+
+    def tensor_memory(self, own):
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, own.tensor_base)
+
+    def pass_over(self, ring, count, bits):
+        """Nothing: the warp that multiplies frees every stage."""
 
     @cute.jit
     def init_all_barriers(
@@ -232,7 +159,7 @@ class SparsePrefillSm100(SparsePrefillSm90):
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(keys.full + stage, 1)
-                    cute.arch.mbarrier_init(keys.empty + stage, 2 * warps + 1)  # who reads the entry, and the products
+                    cute.arch.mbarrier_init(keys.empty + stage, 1)
                     cute.arch.mbarrier_init(values.full + stage, 1)
                     cute.arch.mbarrier_init(values.empty + stage, 1)
                 for half in cutlass.range_constexpr(2):
@@ -257,36 +184,21 @@ class SparsePrefillSm100(SparsePrefillSm90):
             cute.make_tensor(tensor_memory + OUTPUTS, outputs.layout),
         )
 
-    def bits_of(self, half):
-        """A tile's tokens that belong to a half."""
-        return Int32((1 << self.tile.half_tokens) - 1) << (half * self.tile.half_tokens)
-
     @cute.jit
-    def multiply_all(
-        self,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        tensor_memory: cute.Pointer,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sRows: cute.Tensor,
-        sEntry: cute.Tensor,
-        keys: Ring,
-        values: Ring,
-        turns: Turns,
-    ):
+    def multiply_all(self, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma, shared: Shared, own: Own):
         """One warp: both products of both halves. A half's weights meet their values when the next block's keys are there, so that the matrix unit
         has the other half's products to work on while they are made."""
+        keys, values, turns, tensor_memory = shared.keys, shared.values, own.turns, self.tensor_memory(own)
         shape = (HALF_ROWS, BLOCK, self.head_dim)
         q_layout = sm100_utils.make_smem_layout_a(qk_mma, shape, self.qk_dtype, 1)
         k_layout = sm100_utils.make_smem_layout_b(qk_mma, shape, self.qk_dtype, self.stages)
         v_layout = sm100_utils.make_smem_layout_b(pv_mma, (HALF_ROWS, self.head_dim, BLOCK), self.v_dtype, self.stages)
         queries = []
         for half in cutlass.range_constexpr(2):
-            pointer = cute.recast_ptr(sRows[None, half].iterator, q_layout.inner, self.qk_dtype)
+            pointer = cute.recast_ptr(shared.sRows[None, half].iterator, q_layout.inner, self.qk_dtype)
             queries.append(qk_mma.make_fragment_A(cute.make_tensor(pointer, q_layout.outer))[None, None, None, 0])
-        tSrK = qk_mma.make_fragment_B(cute.make_tensor(cute.recast_ptr(sK.iterator, k_layout.inner), k_layout.outer))
-        tOrV = pv_mma.make_fragment_B(cute.make_tensor(cute.recast_ptr(sV.iterator, v_layout.inner), v_layout.outer))
+        tSrK = qk_mma.make_fragment_B(cute.make_tensor(cute.recast_ptr(shared.sK.iterator, k_layout.inner), k_layout.outer))
+        tOrV = pv_mma.make_fragment_B(cute.make_tensor(cute.recast_ptr(shared.sV.iterator, v_layout.inner), v_layout.outer))
         products, weights, outputs = self.tensor_views(qk_mma, pv_mma, tensor_memory)
 
         count, tiles = Int32(0), Int32(0)
@@ -301,7 +213,8 @@ class SparsePrefillSm100(SparsePrefillSm90):
             end = Int32(0)
             while unfinished:
                 keys.wait_full(count)
-                _, bits, end = self.read_entry(sEntry, keys.stage(count))
+                bits, end = self.read_words(shared.sEntry, shared.entries.stage(count), Entry.BITS, Entry.END)
+                shared.entries.release(count)
                 self.fence_after_wait()
                 for half in cutlass.range_constexpr(2):
                     if (bits & self.bits_of(half)) != 0 and (earlier & self.bits_of(half)) == 0:
@@ -381,32 +294,16 @@ class SparsePrefillSm100(SparsePrefillSm90):
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def weigh_all(
-        self,
-        mQ: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: MaybeTensor,
-        mSinkKey: MaybeTensor,
-        query_scale: Float32,
-        key_scale: Float32,
-        value_scale: Float32,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        tensor_memory: cute.Pointer,
-        sRows: cute.Tensor,
-        sEntry: cute.Tensor,
-        keys: Ring,
-        turns: Turns,
-        half: Int32,
-    ):
+    def attend_half(self, attended: Attended, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma, shared: Shared, own: Own, half: Int32):
         """One warpgroup: the softmax of its half of each tile, a row a thread, to the end of the work."""
+        entries, turns, tensor_memory = shared.entries, own.turns, self.tensor_memory(own)
         tile = self.tile
         row = cute.arch.thread_idx()[0] % WARPGROUP
         token = half * tile.half_tokens + row // tile.group
-        scale_log2 = key_scale * LOG2E
+        scale_log2 = attended.key_scale * LOG2E
         if const_expr(self.variant.negative_scale):
             scale_log2 = -scale_log2
-        half_pointer = sRows[None, half].iterator
+        half_pointer = shared.sRows[None, half].iterator
         products, _, outputs = self.tensor_views(qk_mma, pv_mma, tensor_memory)
         tS = self.half_of(products, half)
         tO = self.half_of(outputs, half)
@@ -414,9 +311,9 @@ class SparsePrefillSm100(SparsePrefillSm90):
 
         rChunks = self.query_chunks()
         count, tiles, blocks = Int32(0), Int32(0), Int32(0)
-        keys.wait_full(count)
-        kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
-        self.read_queries(mQ, rChunks, half, kv_head, first_row, end_row)
+        entries.wait_full(count)
+        kv_head, first_row, end_row, first_position, seq_len = self.read_place(shared, count)
+        self.read_queries(attended.q, rChunks, half, kv_head, first_row, end_row)
         self.store_queries(rChunks, half_pointer)
         self.arrive(turns.queries + half)
         has_tiles = Boolean(True)
@@ -431,9 +328,9 @@ class SparsePrefillSm100(SparsePrefillSm90):
             unfinished = Boolean(True)
             end = Int32(0)
             while unfinished:
-                keys.wait_full(count)
-                block, bits, end = self.read_entry(sEntry, keys.stage(count))
-                keys.release(count)
+                entries.wait_full(count)
+                block, bits, end = self.read_words(shared.sEntry, entries.stage(count), Entry.BLOCK, Entry.BITS, Entry.END)
+                entries.release(count)
                 if (bits & self.bits_of(half)) != 0:
                     is_member = (bits & token_bit) != 0
                     limit = visible - block * BLOCK
@@ -453,18 +350,18 @@ class SparsePrefillSm100(SparsePrefillSm90):
             rNext = self.query_chunks()
             rNext.fill(0.0)
             if has_tiles:
-                keys.wait_full(count)
-                kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
-                self.read_queries(mQ, rNext, half, kv_head, first_row, end_row)
+                entries.wait_full(count)
+                kv_head, first_row, end_row, first_position, seq_len = self.read_place(shared, count)
+                self.read_queries(attended.q, rNext, half, kv_head, first_row, end_row)
             logsum = -Float32.inf
             factor = Float32(0.0)
             late_row = self.late(row)
             late_token, head = self.token_and_head(late_row, half, done_head)
             if row_sum > 0.0:
                 logsum = (row_max * scale_log2 + cute.math.log2(row_sum, fastmath=True)) * LN2
-                factor = value_scale / row_sum
-            if const_expr(mSinkKey is not None):
-                logit = self.sink_logit_of(mSinkKey, half_pointer, late_row, head) * query_scale
+                factor = attended.value_scale / row_sum
+            if const_expr(attended.sink_key is not None):
+                logit = self.sink_logit_of(attended.sink_key, half_pointer, late_row, head) * attended.query_scale
                 if row_sum > 0.0:
                     factor /= 1.0 + cute.math.exp2((logit - logsum) * LOG2E, fastmath=True)
             cute.arch.mbarrier_wait(turns.outputs + half, tiles & 1)
@@ -475,10 +372,10 @@ class SparsePrefillSm100(SparsePrefillSm90):
             if has_tiles:
                 self.store_queries(rNext, half_pointer)
                 self.arrive(turns.queries + half)
-            self.write_rows(mOut, rDone, half, done_head, done_row, done_end)
-            if const_expr(mLse is not None):
+            self.write_rows(attended.out, rDone, half, done_head, done_row, done_end)
+            if const_expr(attended.lse is not None):
                 if is_row:
-                    mLse[done_row + late_token, head] = logsum
+                    attended.lse[done_row + late_token, head] = logsum
 
     def half_of(self, views, half):
         """The [128, columns] of a half, in tensor memory."""

@@ -1,6 +1,6 @@
 """Sparse prefill on Hopper: two warpgroups attend, one half of a tile's tokens each, to the blocks that any token of the tile selected.
 
-A tile is neighbouring tokens times the heads of one KV group. One warp merges the tokens' id lists block by block and has the TMA unit bring
+A tile is neighbouring tokens times the heads of one KV group. One warp merges the tokens' id lists block by block, another has the TMA unit bring
 each block's keys and values once for both halves; a half passes over blocks that none of its tokens selected. Thread blocks stay on their
 multiprocessor and take tiles from a counter, so that the next tile's keys arrive while this one's output leaves.
 `docs/cute_sparse_prefill.md` walks through it.
@@ -33,6 +33,11 @@ BLOCK = 128
 HALF_ROWS = 64
 """Rows of one warpgroup's matrix instruction."""
 WARPGROUP = 128
+SHARED_BYTES = 224 * 1024
+"""Of shared memory, for pages and rows."""
+MAX_STAGES = 4
+ENTRIES = 8
+"""Blocks that the merging warp is ahead of those who read what it writes."""
 MAX_TILE_TOKENS = 32
 """One bit of a word a token."""
 DEFERRED_SHARE = 0.75
@@ -40,6 +45,7 @@ DEFERRED_SHARE = 0.75
 MAX_TILE_IDS = 512
 """Ids of a tile that the merging warp keeps in registers, 16 a lane."""
 NO_BLOCK = -1
+NO_LIMIT = (1 << 31) - 1
 NO_POSITION = -(1 << 30)
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -102,7 +108,9 @@ class Tile:
     @classmethod
     def of(cls, variant: Variant) -> Tile:
         tokens = tile_tokens(variant.group, variant.ids)
-        return cls(variant.group, tokens // 2, max(1, tokens * variant.ids // 32), variant.ids, 3)
+        qk, v, out = (DTYPES[name].width * variant.head_dim // 8 for name in (variant.qk_dtype, variant.v_dtype, variant.out_dtype))  # of a row
+        stages = min(MAX_STAGES, (SHARED_BYTES - 2 * HALF_ROWS * max(qk, out)) // (BLOCK * (qk + v)))
+        return cls(variant.group, tokens // 2, max(1, tokens * variant.ids // 32), variant.ids, stages)
 
 
 def tile_tokens(group: int, ids: int) -> int:
@@ -117,11 +125,13 @@ def most_distinct(tokens: int, ids: int, topk: int) -> int:
 
 
 class Entry:
-    """Words of what the producer says with each block it loads."""
+    """Words of what the merging warp says of each block."""
 
-    BLOCK, BITS, END, KV_HEAD, FIRST_ROW, END_ROW, FIRST_POSITION, SEQ_LEN = range(8)
+    BLOCK, BITS, END, PAGE, KV_HEAD, FIRST_ROW, END_ROW, FIRST_POSITION, SEQ_LEN = range(9)
 
 
+ENTRY_WORDS = 12
+"""So that the first four lie together in 16 bytes."""
 MORE, TILE_ENDS, ALL_ENDS = range(3)
 """Entry.END: what follows this block."""
 
@@ -151,6 +161,52 @@ class Ring:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """A thread block's shared memory."""
+
+    sK: Any  # [128, D, stages]
+    sV: Any
+    sRows: Any  # [bytes, halves]: queries and, when the last product with them is done, outputs
+    sEntry: Any  # [words, ENTRIES]
+    keys: Ring
+    values: Ring
+    entries: Ring  # full when the loads of the keys, and of the values before them, have begun
+    merged: Any  # mbarriers, one an entry: it is written
+    last_page: Any  # mbarrier
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What the merging warp makes tiles and their blocks of; as in `SparsePrefillSm90.__call__`."""
+
+    ids: Any
+    page_table: Any
+    seq_lens: Any
+    cu_seqlens: Any
+    deferred: Any
+    most_distinct: Any
+    counter: Any
+    num_rows: Any
+    num_pages: Any
+    max_seqlen_k: Any
+    num_tiles: Any
+    num_work: Any
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Queries and what becomes of them; as in `SparsePrefillSm90.__call__`."""
+
+    q: Any
+    out: Any
+    lse: Any
+    sink_key: Any
+    query_scale: Any
+    key_scale: Any
+    value_scale: Any
+
+
+@dataclass(frozen=True)
 class Rows:
     """The two rows of a half that a thread holds of accumulators, and what belongs to them in this tile."""
 
@@ -161,6 +217,7 @@ class Rows:
 
 class SparsePrefillSm90:
     variant: Any  # of this file, or of the kernel derived from this one
+    half_rows = HALF_ROWS
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
@@ -289,45 +346,19 @@ class SparsePrefillSm90:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.qk_dtype, k_layout.outer, 1024, swizzle=k_layout.inner)  # [128, D, stages]
-        sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
-        sRows = smem.allocate_tensor(cutlass.Uint8, cute.make_layout((HALF_ROWS * self.row_bytes, 2)), 1024)  # [bytes, halves]
-        sEntry = smem.allocate_tensor(Int32, cute.make_layout((8, self.stages)), 16)
-        sWords = smem.allocate_tensor(Float32, cute.make_layout((2 * WARPGROUP, 2)), 16)
-        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(4 * self.stages + 1), 8).iterator
-        keys = Ring(barriers, barriers + self.stages, self.stages)
-        values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
-        last_page = barriers + 4 * self.stages
-
-        self.init_barriers(warp, k_atom, v_atom, keys, values, last_page)
-        cute.arch.sync_threads()
-
+        shared = self.share(smem, k_layout, v_layout)
+        own = self.own(smem)
+        self.set_up(warp, k_atom, v_atom, shared, own)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
+            num_rows, num_pages = mQ.shape[0], k_pages.shape[3]
             if warp == 0:
-                self.produce(
-                    k_pages,
-                    v_pages,
-                    mIds,
-                    mPageTable,
-                    mSeqLens,
-                    mCuSeqlens,
-                    mDeferred,
-                    most_distinct,
-                    mCounter,
-                    mQ.shape[0],
-                    max_seqlen_k,
-                    num_tiles,
-                    num_work,
-                    k_atom,
-                    v_atom,
-                    sK,
-                    sV,
-                    sEntry,
-                    keys,
-                    values,
-                    last_page,
-                )
+                self.load(k_pages, v_pages, k_atom, v_atom, shared)
+            elif warp == 1:
+                sizes = num_rows, num_pages, max_seqlen_k, num_tiles, num_work
+                self.merge(Lists(mIds, mPageTable, mSeqLens, mCuSeqlens, mDeferred, most_distinct, mCounter, *sizes), shared)
+            elif warp == 2:
+                self.multiply_all(qk_mma, pv_mma, shared, own)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             if const_expr(mQScale is not None):
@@ -337,25 +368,38 @@ class SparsePrefillSm90:
                 key_scale *= mKScale[0]
             if const_expr(mVScale is not None):
                 value_scale *= mVScale[0]
-            self.consume(
-                mQ,
-                mOut,
-                mLse,
-                mSinkKey,
-                query_scale,
-                key_scale,
-                value_scale,
-                qk_mma,
-                pv_mma,
-                sK,
-                sV,
-                sRows,
-                sEntry,
-                sWords,
-                keys,
-                values,
-                warp // 4 - 1,
-            )
+            attended = Attended(mQ, mOut, mLse, mSinkKey, query_scale, key_scale, value_scale)
+            self.attend_half(attended, qk_mma, pv_mma, shared, own, warp // 4 - 1)
+        self.tear_down(warp, own)
+
+    def share(self, smem, k_layout, v_layout):
+        sK = smem.allocate_tensor(self.qk_dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
+        sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
+        sRows = smem.allocate_tensor(cutlass.Uint8, cute.make_layout((self.half_rows * self.row_bytes, 2)), 1024)
+        sEntry = smem.allocate_tensor(Int32, cute.make_layout((ENTRY_WORDS, ENTRIES)), 16)
+        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(4 * self.stages + 3 * ENTRIES + 1), 8).iterator
+        keys = Ring(barriers, barriers + self.stages, self.stages)
+        values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
+        barriers += 4 * self.stages
+        entries, merged = Ring(barriers, barriers + ENTRIES, ENTRIES), barriers + 2 * ENTRIES
+        return Shared(sK, sV, sRows, sEntry, keys, values, entries, merged, barriers + 3 * ENTRIES)
+
+    def own(self, smem):
+        """Shared memory that only this architecture needs: words of each consumer thread, [threads, 2]."""
+        return smem.allocate_tensor(Float32, cute.make_layout((2 * WARPGROUP, 2)), 16)
+
+    @cute.jit
+    def set_up(self, warp: Int32, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, shared: Shared, own: cute.Tensor):
+        self.init_barriers(warp, k_atom, v_atom, shared.keys, shared.values, shared.last_page)
+        if warp == 1:
+            self.init_entries(shared, 2 * WARPGROUP // 32)
+        cute.arch.sync_threads()
+
+    def multiply_all(self, qk_mma, pv_mma, shared, own):
+        """Nothing: here each half starts its own products."""
+
+    def tear_down(self, warp, own):
+        """Nothing to give back."""
 
     @cute.jit
     def init_barriers(self, warp: Int32, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, keys: Ring, values: Ring, last_page: cute.Pointer):
@@ -371,97 +415,132 @@ class SparsePrefillSm90:
             cute.arch.mbarrier_init_fence()
 
     @cute.jit
-    def produce(
-        self,
-        k_pages: cute.Tensor,
-        v_pages: cute.Tensor,
-        mIds: cute.Tensor,
-        mPageTable: cute.Tensor,
-        mSeqLens: cute.Tensor,
-        mCuSeqlens: cute.Tensor,
-        mDeferred: MaybeTensor,
-        most_distinct: Int32,
-        mCounter: cute.Tensor,
-        num_rows: Int32,
-        max_seqlen_k: Int32,
-        num_tiles: Int32,
-        num_work: Int32,
-        k_atom: cute.CopyAtom,
-        v_atom: cute.CopyAtom,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sEntry: cute.Tensor,
-        keys: Ring,
-        values: Ring,
-        last_page: cute.Pointer,
-    ):
-        """One warp: tiles, their blocks from the last to the first, and a pair of loads each."""
+    def init_entries(self, shared: Shared, readers: cutlass.Constexpr):
+        with cute.arch.elect_one():
+            for entry in cutlass.range_constexpr(ENTRIES):
+                cute.arch.mbarrier_init(shared.merged + entry, 1)
+                cute.arch.mbarrier_init(shared.entries.full + entry, 1)
+                cute.arch.mbarrier_init(shared.entries.empty + entry, readers)
+        cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def merge(self, lists: Lists, shared: Shared):
+        """One warp: tiles, and an entry for each of their blocks, from the last to the first."""
+        sEntry, entries = shared.sEntry, shared.entries
         lane = cute.arch.lane_idx()
-        num_requests = mSeqLens.shape[0]
-        max_pages = mPageTable.shape[1]
-        num_pages = k_pages.shape[3]
         grid, _, _ = cute.arch.grid_dim()
         work, _, _ = cute.arch.block_idx()
         rIds = cute.make_rmem_tensor(self.tile.ids_per_lane, Int32)
         count = Int32(0)
-        last_page_phase = Int32(0)
-        while work < num_work:
+        while work < lists.num_work:
             next_work = Int32(0)
             if lane == 0:
-                next_work = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu") + grid
-            next_work = cute.arch.shuffle_sync(next_work, 0)
-            kv_head = work // num_tiles
+                next_work = cute.arch.atomic_add(lists.counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu") + grid
+            kv_head = work // lists.num_tiles
             # A request's last tiles see most blocks: they go first, and short ones fill the end.
-            tile = num_tiles - 1 - work % num_tiles
-            request, first_row, end_row, first_position, seq_len = self.locate(mCuSeqlens, mSeqLens, num_requests, num_rows, max_seqlen_k, tile)
-            self.read_ids(mIds, rIds, kv_head, first_row, end_row, first_position, seq_len)
+            tile = lists.num_tiles - 1 - work % lists.num_tiles
+            request, first_row, end_row, first_position, seq_len = self.locate(lists, tile)
+            self.read_ids(lists.ids, rIds, kv_head, first_row, end_row, first_position, seq_len)
             written_end = end_row
             if const_expr(self.variant.defers):
-                is_deferred = self.distinct(rIds) > most_distinct
+                is_deferred = self.distinct(rIds) > lists.most_distinct
                 if lane < self.tile.tokens and first_row + lane < end_row:
-                    mDeferred[kv_head, first_row + lane, 0] = request if is_deferred else Int32(-1)
-                    mDeferred[kv_head, first_row + lane, 1] = self.clamp(first_position + lane + 1, 0, seq_len)
+                    lists.deferred[kv_head, first_row + lane, 0] = request if is_deferred else Int32(-1)
+                    lists.deferred[kv_head, first_row + lane, 1] = self.clamp(first_position + lane + 1, 0, seq_len)
                 if is_deferred:
                     rIds.fill(NO_BLOCK)
                     written_end = first_row
+            next_work = cute.arch.shuffle_sync(next_work, 0)
             block, bits = self.pop(rIds)
-            page = self.page_of(mPageTable, request, block, max_pages, num_pages)
-            tKsK, tKgK = self.partition_pages(k_atom, sK, k_pages, kv_head)
-            tVsV, tVgV = self.partition_pages(v_atom, sV, v_pages, kv_head)
-
             unfinished = Boolean(True)
-            earlier_page, earlier_keys = Int32(0), Int32(0)
-            is_first = Boolean(True)
             while unfinished:
                 next_block, next_bits = self.pop(rIds)
-                next_page = self.page_of(mPageTable, request, next_block, max_pages, num_pages)
-                has_keys = block != NO_BLOCK  # a tile without any still says so
                 unfinished = next_block != NO_BLOCK
-                stage = keys.stage(count)
-
-                keys.wait_empty(count)
+                page = self.page_of(lists.page_table, request, block, lists.page_table.shape[1], lists.num_pages)
+                slot = entries.stage(count)
+                entries.wait_empty(count)
                 if lane == 0:
-                    sEntry[Entry.BLOCK, stage] = block
-                    sEntry[Entry.BITS, stage] = bits
-                    sEntry[Entry.END, stage] = MORE if unfinished else (TILE_ENDS if next_work < num_work else ALL_ENDS)
-                    sEntry[Entry.KV_HEAD, stage] = kv_head
-                    sEntry[Entry.FIRST_ROW, stage] = first_row
-                    sEntry[Entry.END_ROW, stage] = written_end
-                    sEntry[Entry.FIRST_POSITION, stage] = first_position
-                    sEntry[Entry.SEQ_LEN, stage] = seq_len
-                self.load_keys(k_atom, tKgK, tKsK, page, stage, keys, has_keys)
-                num_keys = seq_len - block * BLOCK
-                tensors = v_atom, tVgV, tVsV, sV
-                # Values one block behind keys, as they are needed: the keys after them do not wait for the stage that these take.
-                if not is_first:
-                    last_page_phase = self.load_values(*tensors, earlier_page, count - 1, values, earlier_keys, True, last_page, last_page_phase)
-                if not unfinished:
-                    last_page_phase = self.load_values(*tensors, page, count, values, num_keys, has_keys, last_page, last_page_phase)
-                is_first = Boolean(False)
-                earlier_page, earlier_keys = page, num_keys
+                    sEntry[Entry.BLOCK, slot] = block
+                    sEntry[Entry.BITS, slot] = bits
+                    sEntry[Entry.END, slot] = MORE if unfinished else (TILE_ENDS if next_work < lists.num_work else ALL_ENDS)
+                    sEntry[Entry.PAGE, slot] = page
+                    sEntry[Entry.KV_HEAD, slot] = kv_head
+                    sEntry[Entry.FIRST_ROW, slot] = first_row
+                    sEntry[Entry.END_ROW, slot] = written_end
+                    sEntry[Entry.FIRST_POSITION, slot] = first_position
+                    sEntry[Entry.SEQ_LEN, slot] = seq_len
+                    cute.arch.mbarrier_arrive(shared.merged + slot)
                 count += 1
-                block, bits, page = next_block, next_bits, next_page
+                block, bits = next_block, next_bits
             work = next_work
+
+    @cute.jit
+    def load(self, k_pages: cute.Tensor, v_pages: cute.Tensor, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, shared: Shared):
+        """One warp: keys and values of each entry's block. Values come one block behind keys, as they are needed: the keys after them do not wait
+        for the stage that these take."""
+        keys, entries = shared.keys, shared.entries
+        count, last_page_phase = Int32(0), Int32(0)
+        earlier = Int32(0), Int32(0), Int32(0), Int32(0)
+        end = Int32(MORE)
+        while end != ALL_ENDS:
+            slot = entries.stage(count)
+            cute.arch.mbarrier_wait(shared.merged + slot, (count // ENTRIES) & 1)
+            fields = (Entry.BLOCK, Entry.BITS, Entry.END, Entry.PAGE, Entry.KV_HEAD, Entry.SEQ_LEN)
+            block, bits, end, page, kv_head, seq_len = self.read_words(shared.sEntry, slot, *fields)
+            num_keys = seq_len - block * BLOCK if block != NO_BLOCK else Int32(0)  # a tile without any block still says so
+            tKsK, tKgK = self.partition_pages(k_atom, shared.sK, k_pages, kv_head)
+            keys.wait_empty(count)
+            self.load_keys(k_atom, tKgK, tKsK, page, keys.stage(count), keys, num_keys > 0)
+            self.pass_over(keys, count, bits)
+            if count > 0:
+                last_page_phase = self.load_earlier(v_pages, v_atom, shared, count - 1, *earlier, last_page_phase)
+            # A barrier tells a phase only from the one before it. Who reads this entry may wait for these keys and for the values before them even if
+            # it waited for nothing that had their stages before: that has been read, or the stages would not have been free.
+            self.announce(entries, count)
+            earlier = bits, page, kv_head, num_keys
+            count += 1
+        self.load_earlier(v_pages, v_atom, shared, count - 1, *earlier, last_page_phase)
+        self.announce(entries, count)
+
+    @cute.jit
+    def load_earlier(
+        self,
+        v_pages: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        shared: Shared,
+        count: Int32,
+        bits: Int32,
+        page: Int32,
+        kv_head: Int32,
+        num_keys: Int32,
+        last_page_phase: Int32,
+    ):
+        """Values of a block whose keys have been asked for."""
+        tVsV, tVgV = self.partition_pages(v_atom, shared.sV, v_pages, kv_head)
+        tensors = v_atom, tVgV, tVsV, shared.sV
+        phase = self.load_values(*tensors, page, count, shared.values, num_keys, num_keys > 0, shared.last_page, last_page_phase)
+        self.pass_over(shared.values, count, bits)
+        return phase
+
+    @cute.jit
+    def announce(self, entries: Ring, count: Int32):
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(entries.full + entries.stage(count))
+
+    def bits_of(self, half):
+        """A tile's tokens that belong to a half."""
+        return Int32((1 << self.tile.half_tokens) - 1) << (half * self.tile.half_tokens)
+
+    @cute.jit
+    def pass_over(self, ring: Ring, count: Int32, bits: Int32):
+        """Frees a block's stage in the name of halves none of whose tokens selected it: they do not even wait for the load."""
+        absent = Int32(0)
+        for half in cutlass.range_constexpr(2):
+            if (bits & self.bits_of(half)) == 0:
+                absent += WARPGROUP // 32
+        if cute.arch.lane_idx() == 0 and absent > 0:
+            cute.arch.mbarrier_arrive(ring.empty + ring.stage(count), arrive_count=absent)
 
     def partition_pages(self, atom, sX, pages, kv_head):
         """(stages in shared memory, pages of one KV head) as one load takes them, [tile, stages] and [tile, pages]."""
@@ -521,13 +600,13 @@ class SparsePrefillSm90:
         return last_page_phase
 
     @cute.jit
-    def locate(self, mCuSeqlens: cute.Tensor, mSeqLens: cute.Tensor, num_requests: Int32, num_rows: Int32, max_seqlen_k: Int32, tile: Int32):
+    def locate(self, lists: Lists, tile: Int32):
         """(request, first_row, end_row, first_position, seq_len) of a tile of query rows, found by a whole warp.
 
         Request b owns tiles from cu[b] // tokens + b on, an upper bound of the tiles before it, so that their number depends on shapes only. The
         rows behind the last request are a request without keys. Offsets may be anything: rows stay within [0, num_rows).
         """
-        tokens = self.tile.tokens
+        tokens, num_rows, num_requests = self.tile.tokens, lists.num_rows, lists.seq_lens.shape[0]
         lane = cute.arch.lane_idx()
         request = Int32(0)
         start = Int32(1)
@@ -535,17 +614,17 @@ class SparsePrefillSm90:
             other = start + lane
             begins_before = Boolean(False)
             if other <= num_requests:
-                begins_before = self.clamp(mCuSeqlens[other], 0, num_rows) // tokens + other <= tile
+                begins_before = self.clamp(lists.cu_seqlens[other], 0, num_rows) // tokens + other <= tile
             request += cute.arch.popc(cute.arch.vote_ballot_sync(begins_before))
             start += 32
         is_padding = request >= num_requests
-        begin = mCuSeqlens[request]
-        end = mCuSeqlens[min(request + 1, num_requests)]
+        begin = lists.cu_seqlens[request]
+        end = lists.cu_seqlens[min(request + 1, num_requests)]
         owner = request
         if is_padding:
             end = num_rows
             owner = Int32(0)
-        seq_len = self.clamp(mSeqLens[owner], 0, max_seqlen_k)
+        seq_len = self.clamp(lists.seq_lens[owner], 0, lists.max_seqlen_k)
         begin_row = self.clamp(begin, 0, num_rows)
         first_row = begin_row + (tile - begin_row // tokens - request) * tokens
         first_position = seq_len - end + first_row
@@ -649,37 +728,18 @@ class SparsePrefillSm90:
         return chunk ^ (row % 8)
 
     @cute.jit
-    def consume(
-        self,
-        mQ: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: MaybeTensor,
-        mSinkKey: MaybeTensor,
-        query_scale: Float32,
-        key_scale: Float32,
-        value_scale: Float32,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sRows: cute.Tensor,
-        sEntry: cute.Tensor,
-        sWords: cute.Tensor,
-        keys: Ring,
-        values: Ring,
-        half: Int32,
-    ):
+    def attend_half(self, attended: Attended, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma, shared: Shared, sWords: cute.Tensor, half: Int32):
         """One warpgroup: its half of each tile's rows, to the end of the work."""
-        tile = self.tile
+        tile, keys, values = self.tile, shared.keys, shared.values
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row = self.first_row_of_thread()
-        half_tokens = Int32((1 << tile.half_tokens) - 1) << (half * tile.half_tokens)
-        scale_log2 = key_scale * LOG2E
+        half_tokens = self.bits_of(half)
+        scale_log2 = attended.key_scale * LOG2E
         if const_expr(self.variant.negative_scale):
             scale_log2 = -scale_log2
 
-        half_pointer = sRows[None, half].iterator
-        tSrQ, tSrK, tOrV, rO, rP = self.fragments(qk_mma, pv_mma, half_pointer, sK, sV)
+        half_pointer = shared.sRows[None, half].iterator
+        tSrQ, tSrK, tOrV, rO, rP = self.fragments(qk_mma, pv_mma, half_pointer, shared.sK, shared.sV)
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
 
@@ -687,13 +747,12 @@ class SparsePrefillSm90:
         own_words = sWords[half * WARPGROUP + thread, None].iterator
         rChunks = self.query_chunks()
         count = Int32(0)
-        keys.wait_full(count)
-        block, bits, end = self.read_entry(sEntry, keys.stage(count))
-        kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
-        self.read_queries(mQ, rChunks, half, kv_head, first_row, end_row)
-        has_tiles = Boolean(True)
+        shared.entries.wait_full(count)
+        kv_head, first_row, end_row, first_position, seq_len = self.read_place(shared, count)
+        self.read_queries(attended.q, rChunks, half, kv_head, first_row, end_row)
         self.store_queries(rChunks, half_pointer)
         self.sync_half(half)
+        has_tiles = Boolean(True)
         while has_tiles:
             tokens = tuple(half * tile.half_tokens + (row + 8 * r) // tile.group for r in range(2))
             is_row = tuple((row + 8 * r) // tile.group < tile.half_tokens and first_row + tokens[r] < end_row for r in range(2))
@@ -708,19 +767,12 @@ class SparsePrefillSm90:
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
 
-            has_block = Boolean(True)
-            pending = Int32(-1)  # the block whose weights stand in rP and have not met its values
-            while has_block or pending >= 0:
-                # The values of the pending block hold their stage: pass over no more blocks than there are others.
-                while has_block and (bits & half_tokens) == 0 and (pending < 0 or count - pending < self.stages):
-                    keys.release(count)
-                    values.wait_full(count)
-                    values.release(count)
-                    has_block, has_tiles = end == MORE, end != ALL_ENDS
-                    count += 1
-                    block, bits, end = self.next_entry(sEntry, keys, count, block, bits, end)
-                is_ours = has_block and (bits & half_tokens) != 0
-                if is_ours and pending >= 0 and block < whole_blocks:
+            is_pending = Boolean(False)
+            pending = Int32(0)  # the block whose weights stand in rP and have not met its values
+            count, block, bits, end, found = self.seek(shared, half_tokens, count, NO_LIMIT, Int32(0), Int32(0), Int32(MORE))
+            while found or end == MORE:
+                if found and is_pending and block < whole_blocks:
+                    keys.wait_full(count)
                     values.wait_full(pending)
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
                     self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
@@ -734,39 +786,72 @@ class SparsePrefillSm90:
                     warpgroup.wait_group(0)
                     values.release(pending)
                     pending = count
-                    has_block, has_tiles = end == MORE, end != ALL_ENDS
-                    count += 1
-                    block, bits, end = self.next_entry(sEntry, keys, count, block, bits, end)
+                    count, block, bits, end, found = self.seek(shared, half_tokens, count + 1, self.limit(pending), block, bits, end)
                     self.take_weights(rS, rP, rO, rescale)
-                elif pending >= 0:
+                elif is_pending:
                     values.wait_full(pending)
                     self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
                     warpgroup.wait_group(0)
                     values.release(pending)
-                    pending = Int32(-1)
-                elif is_ours:
+                    is_pending = Boolean(False)
+                    if not found:
+                        count, block, bits, end, found = self.seek(shared, half_tokens, count, Int32(NO_LIMIT), block, bits, end)
+                elif found:
+                    keys.wait_full(count)
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
                     warpgroup.wait_group(0)
                     keys.release(count)
                     rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=True)
-                    pending = count
-                    has_block, has_tiles = end == MORE, end != ALL_ENDS
-                    count += 1
-                    block, bits, end = self.next_entry(sEntry, keys, count, block, bits, end)
+                    pending, is_pending = count, Boolean(True)
+                    count, block, bits, end, found = self.seek(shared, half_tokens, count + 1, self.limit(pending), block, bits, end)
                     self.take_weights(rS, rP, rO, rescale)
 
+            has_tiles = end != ALL_ENDS
             done_head, done_row, done_end = kv_head, first_row, end_row
+            shared.entries.wait_full(count)
+            # The next tile's queries come while the last product runs.
             if has_tiles:
-                keys.wait_full(count)
-                block, bits, end = self.read_entry(sEntry, keys.stage(count))
-                kv_head, first_row, end_row, first_position, seq_len = self.read_place(sEntry, keys.stage(count))
-                self.read_queries(mQ, rChunks, half, kv_head, first_row, end_row)
-            rDone, logsums = self.finish(mSinkKey, query_scale, scale_log2, value_scale, rO, row_max, row_sum, rows, half_pointer, half, done_head)
+                kv_head, first_row, end_row, first_position, seq_len = self.read_place(shared, count)
+                self.read_queries(attended.q, rChunks, half, kv_head, first_row, end_row)
+            if is_pending:
+                values.wait_full(pending)
+                self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
+                warpgroup.wait_group(0)
+                values.release(pending)
+            rDone, logsums = self.finish(attended, scale_log2, rO, row_max, row_sum, rows, half_pointer, half, done_head)
             # The next tile's queries before this one's output: their fence would wait for stores to memory.
             if has_tiles:
                 self.store_queries(rChunks, half_pointer)
                 self.sync_half(half)
-            self.write_output(mOut, mLse, rDone, logsums, rows, is_row, half, done_head, done_row, done_end)
+            self.write_output(attended.out, attended.lse, rDone, logsums, rows, is_row, half, done_head, done_row, done_end)
+
+    def limit(self, pending):
+        """Where to stop looking for the next block while one is pending: its values hold a stage, and loads stop as many blocks on. One of these may
+        be the next tile's first."""
+        return pending + self.stages
+
+    @cute.jit
+    def seek(self, shared: Shared, half_tokens: Int32, count: Int32, limit: Int32, block: Int32, bits: Int32, end: Int32):
+        """The tile's next block that a token of the half selected, from entry `count` on and before `limit`: (its count, block, bits, what follows,
+        whether there is one); else the count of the next entry to read. `end` is what follows the entry before `count`."""
+        found = Boolean(False)
+        while not found and end == MORE and count < limit:
+            shared.entries.wait_full(count)
+            block, bits, end = self.read_words(shared.sEntry, shared.entries.stage(count), Entry.BLOCK, Entry.BITS, Entry.END)
+            shared.entries.release(count)
+            found = (bits & half_tokens) != 0
+            if not found:
+                count += 1
+        return count, block, bits, end, found
+
+    def read_place(self, shared, count):
+        """(KV head, first row, end row, first position, sequence length) of the tile of an entry."""
+        fields = (Entry.KV_HEAD, Entry.FIRST_ROW, Entry.END_ROW, Entry.FIRST_POSITION, Entry.SEQ_LEN)
+        return self.read_words(shared.sEntry, shared.entries.stage(count), *fields)
+
+    def read_words(self, sEntry, slot, *words):
+        """Words of an entry, the same in all lanes."""
+        return tuple(cute.arch.make_warp_uniform(sEntry[word, slot]) for word in words)
 
     def fragments(self, qk_mma, pv_mma, half_pointer, sK, sV):
         """Operands and accumulators of both products: (queries, keys, values, outputs, weights)."""
@@ -786,24 +871,6 @@ class SparsePrefillSm90:
         """Of the two rows of a half that a thread holds of accumulators; the other is 8 further on."""
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         return thread // 32 * 16 + thread % 32 // 4
-
-    @cute.jit
-    def next_entry(self, sEntry: cute.Tensor, keys: Ring, count: Int32, block: Int32, bits: Int32, end: Int32):
-        """`read_entry` of the block after one that `end` belongs to; as it was after the tile's last."""
-        if end == MORE:
-            keys.wait_full(count)
-            block, bits, end = self.read_entry(sEntry, keys.stage(count))
-        return block, bits, end
-
-    @cute.jit
-    def read_entry(self, sEntry: cute.Tensor, stage: Int32):
-        """(block, bits, what follows) of the block in a stage, the same in all lanes."""
-        return tuple(cute.arch.make_warp_uniform(sEntry[field, stage]) for field in (Entry.BLOCK, Entry.BITS, Entry.END))
-
-    def read_place(self, sEntry, stage):
-        """(KV head, first row, end row, first position, sequence length) of the tile of the block in a stage."""
-        fields = (Entry.KV_HEAD, Entry.FIRST_ROW, Entry.END_ROW, Entry.FIRST_POSITION, Entry.SEQ_LEN)
-        return tuple(cute.arch.make_warp_uniform(sEntry[field, stage]) for field in fields)
 
     @cute.jit
     def read_queries(self, mQ: cute.Tensor, rChunks: cute.Tensor, half: Int32, kv_head: Int32, first_row: Int32, end_row: Int32):
@@ -925,10 +992,8 @@ class SparsePrefillSm90:
     @cute.jit
     def finish(
         self,
-        mSinkKey: MaybeTensor,
-        query_scale: Float32,
+        attended: Attended,
         scale_log2: Float32,
-        value_scale: Float32,
         rO: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
@@ -944,11 +1009,11 @@ class SparsePrefillSm90:
             total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
             has_keys = total > 0.0
             logsums[r] = (row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN2 if has_keys else -Float32.inf
-            factor = value_scale / total if has_keys else Float32(0.0)
-            if const_expr(mSinkKey is not None):
+            factor = attended.value_scale / total if has_keys else Float32(0.0)
+            if const_expr(attended.sink_key is not None):
                 row = rows.first + 8 * r
                 _, head = self.token_and_head(row, half, kv_head)
-                logit = self.sink_logit(mSinkKey, half_pointer, row, head) * query_scale
+                logit = self.sink_logit(attended.sink_key, half_pointer, row, head) * attended.query_scale
                 if has_keys:
                     factor /= 1.0 + cute.math.exp2((logit - logsums[r]) * LOG2E, fastmath=True)
             output[r, None].store(output[r, None].load() * factor)
