@@ -42,4 +42,4 @@ def _prefill(call: SparseAttentionCall) -> None:
 
 
 def _plan(shape: WorkShape) -> PrefillPlan:
-    return PrefillPlan.of(shape, has_sink=True)  # without the kernel that attends block by block, which is Hopper's
+    return PrefillPlan.of(shape, may_defer=False)  # the kernel that attends block by block is Hopper's

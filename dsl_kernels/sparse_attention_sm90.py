@@ -18,7 +18,7 @@ from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import sparse_prefill_by_block_sm90 as by_block
 from m3attn.dsl_kernels.sparse_decode_sm90 import decode_workspace_bytes, sparse_decode
 from m3attn.dsl_kernels.sparse_prefill_by_block_sm90 import attend_by_block
-from m3attn.dsl_kernels.sparse_prefill_sm90 import sparse_prefill
+from m3attn.dsl_kernels.sparse_prefill_sm90 import is_aligned, sparse_prefill
 from m3attn.dtypes import dtype_name, is_fp8
 from m3attn.workspace import WorkShape, carve, workspace_limit
 
@@ -40,8 +40,8 @@ class PrefillPlan:
     copy_bytes: int
 
     @classmethod
-    def of(cls, shape: WorkShape, has_sink: bool) -> PrefillPlan:
-        """From static shapes.
+    def of(cls, shape: WorkShape, may_defer: bool) -> PrefillPlan:
+        """From static shapes. `may_defer`: rows may be attended block by block.
 
         Raises:
             UnsupportedProblem: the copies of not even one group fit the limit.
@@ -59,7 +59,7 @@ class PrefillPlan:
                 )
             copy_bytes = fixed + groups * group_bytes
         plan = None
-        if not has_sink:
+        if may_defer:
             q_heads = groups * (shape.num_q_heads // shape.num_kv_heads)
             sizes = (q_heads, groups, shape.head_dim, shape.topk, shape.num_requests, shape.num_blocks)
             plan = by_block.Plan.of(shape.tokens, *sizes, shape.limit - copy_bytes)
@@ -73,14 +73,15 @@ class PrefillPlan:
 def workspace_bytes(shape: WorkShape) -> int:
     """Scratch of a call: decode's partials, or prefill's.
 
-    A prefill takes 256 bytes; from 2,048 rows on, without a sink, lists turned round and partial outputs of as many rows at a time as the limit takes
-    (T * Hkv * K * (G * (2 D + 4) + 4) for all); and for an fp8 cache copies of as many KV groups at a time, B * max_seqlen_k * 4 D for each.
+    A prefill takes 256 bytes; from 2,048 rows on, with 8, 16 or 32 heads a KV head and no sink, lists turned round and partial outputs of as many
+    rows at a time as the limit takes (T * Hkv * K * (G * (2 D + 4) + 4) for all); and for an fp8 cache copies of as many KV groups at a time,
+    B * max_seqlen_k * 4 D for each.
     """
     if shape.tokens == 0 or shape.num_requests == 0:
         return 0
     if shape.max_seqlen_q <= DECODE_MAX_SEQLEN_Q:
         return decode_workspace_bytes(shape)
-    return PrefillPlan.of(shape, has_sink=False).nbytes
+    return PrefillPlan.of(shape, may_defer=True).nbytes
 
 
 def sparse_attention(call: SparseAttentionCall) -> None:
@@ -108,7 +109,8 @@ def by_phase(call: SparseAttentionCall, prefill: Callable[[SparseAttentionCall],
 
 
 def _prefill(call: SparseAttentionCall) -> None:
-    plan = PrefillPlan.of(work_shape(call), has_sink=call.sink_key is not None)
+    may_defer = call.sink_key is None and is_aligned(call.q) and is_aligned(call.out)
+    plan = PrefillPlan.of(work_shape(call), may_defer)
     attend_in_groups(call, plan, lambda k, v, batch, kv_heads: _attend(call, k, v, batch, kv_heads, plan))
 
 

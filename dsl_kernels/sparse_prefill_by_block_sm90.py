@@ -13,48 +13,58 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90_utils
 import torch
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.tensor_utils import LayoutEnum
 
 from m3attn.batch import PagedBatch
 from m3attn.calls import SparseAttentionCall
-from m3attn.dsl_kernels import block_lists_sm90, sparse_prefill_sm90
-from m3attn.dsl_kernels.block_lists_sm90 import ENTRY_BITS, Item
+from m3attn.dsl_kernels import block_lists_sm90, join_parts_sm90, sparse_prefill_sm90
+from m3attn.dsl_kernels.block_lists_sm90 import ENTRY_BITS, Item, Row
 from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.join_parts_sm90 import UNIT_ROWS, JoinParts
 from m3attn.dsl_kernels.sparse_prefill_sm90 import (
     BLOCK,
     DTYPES,
     HALF_ROWS,
-    LN2,
     LOG2E,
-    NO_BLOCK,
     WARPGROUP,
     MaybeTensor,
     Ring,
-    Rows,
     SparsePrefillSm90,
     Tile,
-    is_aligned,
     num_sms,
 )
 from m3attn.dtypes import dtype_name
 from m3attn.workspace import carve
 
+GROUPS = (8, 16, 32)
+"""Query heads a KV head: a token's rows fill whole units of 8 rows, and tokens 64 rows."""
 ITEM_PICKS = 64
 """The most picks of a block that are attended to with one load of it."""
-STAGES = 3
-COMBINE_THREADS = 128
-JOINED_PARTS = 16
-"""Partials that a thread reads at a time."""
-NO_PICK = -1
+PAGES = 2
+"""Blocks in shared memory."""
+SLOTS = 4
+"""Batches in shared memory: the queries of as many picks as fill 64 rows."""
+FILL_BLOCKS = 8
+"""Thread blocks a multiprocessor that fill lists."""
+NO_PART = -1
+NO_ITEM = -1
 
 
-class Entry:
-    """Words of what the producer says with each block it loads."""
+class Batch:
+    """Words of what the producer says with each batch: which item's, its first pick among the item's, and the item's block."""
 
-    COUNT, KV_HEAD, BLOCK, ENDS = range(4)
+    ITEM, FIRST, BLOCK = range(3)
+
+
+class Pick:
+    """Words of an item's pick: its query, where its partial goes, and the keys that the query sees."""
+
+    ROW, PART, VISIBLE = range(3)
 
 
 @dataclass(frozen=True)
@@ -66,23 +76,23 @@ class Variant:
     out_dtype: str
     head_dim: int
     group: int
+    topk: int
     lse: bool
     q_scale: bool
     k_scale: bool
     v_scale: bool
     negative_scale: bool
-    aligned: bool
 
 
 class SparsePrefillByBlockSm90(SparsePrefillSm90):
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
-        self.tile = Tile(variant.group, HALF_ROWS // variant.group, 1, 1, STAGES)
+        self.tile = Tile(variant.group, HALF_ROWS // variant.group, 1, 1, PAGES)
         self.qk_dtype, self.v_dtype, self.out_dtype = (DTYPES[name] for name in (variant.qk_dtype, variant.v_dtype, variant.out_dtype))
         self.head_dim = variant.head_dim
-        self.stages = STAGES
-        self.row_bytes = self.head_dim * max(self.qk_dtype.width, self.out_dtype.width) // 8
-        self.consumer_registers, self.producer_registers = 240, 24
+        self.line = min(self.head_dim, 1024 // self.qk_dtype.width)  # elements of a row of queries that lie together in shared memory
+        self.consumer_registers, self.producer_registers = 232, 40
+        self.join = JoinParts(self.out_dtype, variant.head_dim, variant.group, variant.topk)
 
     @cute.jit
     def __call__(
@@ -98,33 +108,36 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         mQScale: MaybeTensor,  # [1]
         mKScale: MaybeTensor,  # [1]
         mVScale: MaybeTensor,  # [1]
-        mDeferred: cute.Tensor,  # [Hkv, T, 2]: (request or -1, visible keys)
+        mNumRows: cute.Tensor,  # [1]: deferred rows
+        mRows: cute.Tensor,  # [Hkv * T, 4]
         mItems: cute.Tensor,  # [items, 3]
         mSliceItems: cute.Tensor,  # [slices + 1]
         mPicks: cute.Tensor,  # [picks]
-        mPartOut: cute.Tensor,  # [rows of a slice, Hkv, K, G, D]
-        mPartLse: cute.Tensor,  # [rows of a slice, Hkv, K, G], base 2
+        mPartOut: cute.Tensor,  # [rows of a slice * K * G * D], as `join_parts_sm90` has them
+        mPartLse: cute.Tensor,  # [rows of a slice * K * G], base 2
         mCounters: cute.Tensor,  # [slices], 0: items that have been taken, beyond each thread block's first
         key_scale: Float32,  # sm_scale * q_scale * k_scale
         value_scale: Float32,
         max_seqlen_k: Int32,
         num_blocks: Int32,
+        slice_rows: Int32,
         max_blocks: Int32,  # thread blocks
         stream: cuda.CUstream,
     ):
-        k_layout, v_layout = (self.smem_layout(dtype, BLOCK, self.stages) for dtype in (self.qk_dtype, self.v_dtype))
-        (k_atom, k_pages), (v_atom, v_pages) = self.page_loads(mK, k_layout), self.page_loads(mV, v_layout)
+        k_layout, v_layout = (self.smem_layout(dtype, BLOCK, PAGES) for dtype in (self.qk_dtype, self.v_dtype))
+        q_layout = self.smem_layout(self.qk_dtype, HALF_ROWS, SLOTS)
+        (k_atom, k_pages), (v_atom, v_pages), (q_atom, q_rows) = self.page_loads(mK, k_layout), self.page_loads(mV, v_layout), self.query_loads(mQ)
         qk_mma, pv_mma = self.products()
         for which in cutlass.range(mSliceItems.shape[0] - 1, unroll=1):
             self.attend(
-                mQ,
+                q_rows,
                 k_pages,
                 v_pages,
                 mPageTable,
                 mSeqLens,
                 mQScale,
                 mKScale,
-                mDeferred,
+                mRows,
                 mItems,
                 mSliceItems,
                 mPicks,
@@ -134,29 +147,38 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                 key_scale,
                 max_seqlen_k,
                 num_blocks,
+                slice_rows,
                 which,
+                q_atom,
                 k_atom,
                 v_atom,
                 qk_mma,
                 pv_mma,
+                q_layout,
                 k_layout,
                 v_layout,
-            ).launch(grid=(max_blocks, 1, 1), block=(3 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1)
-            self.combine(mIds, mOut, mLse, mVScale, mDeferred, mPartOut, mPartLse, value_scale, which).launch(
-                grid=(8 * max_blocks, 1, 1), block=(COMBINE_THREADS, 1, 1), stream=stream
-            )
+            ).launch(grid=(max_blocks, 1, 1), block=(3 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+            self.join.launch(mIds, mOut, mLse, mVScale, mNumRows, mRows, mPartOut, mPartLse, value_scale, slice_rows, which, max_blocks, stream)
+
+    def query_loads(self, mQ):
+        """The TMA unit's view of queries: (one load of a line of a token's heads, [Hq, D, T])."""
+        by_token = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[1, 2, 0]))
+        tile = (self.tile.group, self.line)
+        kind = sm90_utils.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.qk_dtype, self.head_dim)
+        layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.qk_dtype), tile, order=(0, 1))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_token, layout, tile)
 
     @cute.kernel
     def attend(
         self,
-        mQ: cute.Tensor,
+        q_rows: cute.Tensor,  # [Hq, D, T]
         k_pages: cute.Tensor,  # [128, D, Hkv, pages]
         v_pages: cute.Tensor,
         mPageTable: cute.Tensor,
         mSeqLens: cute.Tensor,
         mQScale: MaybeTensor,
         mKScale: MaybeTensor,
-        mDeferred: cute.Tensor,
+        mRows: cute.Tensor,
         mItems: cute.Tensor,
         mSliceItems: cute.Tensor,
         mPicks: cute.Tensor,
@@ -166,39 +188,55 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         key_scale: Float32,
         max_seqlen_k: Int32,
         num_blocks: Int32,
+        slice_rows: Int32,
         which: Int32,  # slice
+        q_atom: cute.CopyAtom,
         k_atom: cute.CopyAtom,
         v_atom: cute.CopyAtom,
         qk_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.qk_dtype, k_layout.outer, 1024, swizzle=k_layout.inner)  # [128, D, stages]
+        sK = smem.allocate_tensor(self.qk_dtype, k_layout.outer, 1024, swizzle=k_layout.inner)  # [128, D, pages]
         sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
-        sRows = smem.allocate_tensor(cutlass.Uint8, cute.make_layout((HALF_ROWS * self.row_bytes, 2)), 1024)  # [bytes, halves]
-        sEntry = smem.allocate_tensor(Int32, cute.make_layout((8, self.stages)), 16)
-        sPicks = smem.allocate_tensor(Int32, cute.make_layout((ITEM_PICKS, 2, self.stages)), 16)  # (pick, keys that its row sees)
-        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(4 * self.stages + 1), 8).iterator
-        keys = Ring(barriers, barriers + self.stages, self.stages)
-        values = Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages)
-        last_page = barriers + 4 * self.stages
+        sQ = smem.allocate_tensor(self.qk_dtype, q_layout.outer, 1024, swizzle=q_layout.inner)  # [64, D, slots]
+        sBatch = smem.allocate_tensor(Int32, cute.make_layout((4, SLOTS)), 16)
+        sPicks = smem.allocate_tensor(Int32, cute.make_layout((3, ITEM_PICKS, PAGES)), 16)
+        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(PAGES + 2 * SLOTS + 1), 8).iterator
+        pages = Ring(barriers, barriers, PAGES)
+        batches = Ring(barriers + PAGES, barriers + PAGES + SLOTS, SLOTS)
+        last_page = barriers + PAGES + 2 * SLOTS
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         work = mSliceItems[which] + cute.arch.block_idx()[0]
         end_work = mSliceItems[which + 1]
         if work < end_work:
-            self.init_barriers(warp, k_atom, v_atom, keys, values, last_page)
+            if warp == 0:
+                for atom in (q_atom, k_atom, v_atom):
+                    cpasync.prefetch_descriptor(atom)
+                with cute.arch.elect_one():
+                    for stage in cutlass.range_constexpr(PAGES):
+                        cute.arch.mbarrier_init(pages.full + stage, 1)
+                    for slot in cutlass.range_constexpr(SLOTS):
+                        cute.arch.mbarrier_init(batches.full + slot, 1)
+                        cute.arch.mbarrier_init(batches.empty + slot, WARPGROUP // 32)
+                    cute.arch.mbarrier_init(last_page, 1)
+                cute.arch.mbarrier_init_fence()
             cute.arch.sync_threads()
             if warp < 4:
                 cute.arch.setmaxregister_decrease(self.producer_registers)
                 if warp == 0:
                     self.produce_items(
+                        q_rows,
                         k_pages,
                         v_pages,
                         mPageTable,
                         mSeqLens,
-                        mDeferred,
+                        mRows,
                         mItems,
                         mPicks,
                         mCounters,
@@ -206,15 +244,18 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                         end_work,
                         max_seqlen_k,
                         num_blocks,
+                        slice_rows,
                         which,
+                        q_atom,
                         k_atom,
                         v_atom,
+                        sQ,
                         sK,
                         sV,
-                        sEntry,
+                        sBatch,
                         sPicks,
-                        keys,
-                        values,
+                        pages,
+                        batches,
                         last_page,
                     )
             else:
@@ -223,18 +264,17 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                     key_scale *= mQScale[0]
                 if const_expr(mKScale is not None):
                     key_scale *= mKScale[0]
-                self.consume_items(
-                    mQ, mPartOut, mPartLse, key_scale, qk_mma, pv_mma, sK, sV, sRows, sEntry, sPicks, keys, values, which, warp // 4 - 1
-                )
+                self.consume_batches(mPartOut, mPartLse, key_scale, qk_mma, pv_mma, sQ, sK, sV, sBatch, sPicks, pages, batches, warp // 4 - 1)
 
     @cute.jit
     def produce_items(
         self,
+        q_rows: cute.Tensor,
         k_pages: cute.Tensor,
         v_pages: cute.Tensor,
         mPageTable: cute.Tensor,
         mSeqLens: cute.Tensor,
-        mDeferred: cute.Tensor,
+        mRows: cute.Tensor,
         mItems: cute.Tensor,
         mPicks: cute.Tensor,
         mCounters: cute.Tensor,
@@ -242,320 +282,275 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         end_work: Int32,
         max_seqlen_k: Int32,
         num_blocks: Int32,
+        slice_rows: Int32,
         which: Int32,
+        q_atom: cute.CopyAtom,
+        k_atom: cute.CopyAtom,
+        v_atom: cute.CopyAtom,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sBatch: cute.Tensor,
+        sPicks: cute.Tensor,
+        pages: Ring,
+        batches: Ring,
+        last_page: cute.Pointer,
+    ):
+        """One warp: the slice's items, each a block and picks of it, cut into batches that the halves take in turns."""
+        grid, _, _ = cute.arch.grid_dim()
+        taken_before = work - cute.arch.block_idx()[0] + grid
+        tQsQ = cute.group_modes(cute.local_tile(sQ, (self.tile.group, self.line), (None, None, None)), 0, 2)
+        batch, item, picks = Int32(0), Int32(-1), Int32(0)  # the item before the first has no picks
+        kv_head, block = Int32(0), Int32(0)
+        last_page_phase = Int32(0)
+        has_items = Boolean(True)
+        while has_items:
+            num_batches = cute.ceil_div(picks, self.tile.half_tokens)
+            next_picks, next_head, next_block = Int32(0), Int32(0), Int32(0)
+            for index in cutlass.range(max(num_batches, SLOTS), unroll=1):
+                batches.wait_empty(batch + index)
+                # Every batch of the item before this one is done now, and its place free for the next item.
+                if index == SLOTS - 1 and work < end_work:
+                    next_picks, next_head, next_block, last_page_phase = self.load_item(
+                        k_pages,
+                        v_pages,
+                        mPageTable,
+                        mSeqLens,
+                        mRows,
+                        mItems,
+                        mPicks,
+                        work,
+                        max_seqlen_k,
+                        num_blocks,
+                        which * slice_rows,
+                        k_atom,
+                        v_atom,
+                        sK,
+                        sV,
+                        sPicks,
+                        item + 1,
+                        pages,
+                        last_page,
+                        last_page_phase,
+                    )
+                    if cute.arch.lane_idx() == 0:
+                        work = cute.arch.atomic_add((mCounters.iterator + which).llvm_ptr, Int32(1), sem="relaxed", scope="gpu") + taken_before
+                    work = cute.arch.shuffle_sync(work, 0)
+                if index < num_batches:
+                    self.load_batch(q_rows, q_atom, tQsQ, sBatch, sPicks, batches, batch + index, item, index * self.tile.half_tokens, kv_head, block)
+            batch += num_batches
+            item += 1
+            picks, kv_head, block = next_picks, next_head, next_block
+            has_items = picks > 0
+        for _ in cutlass.range_constexpr(2):
+            batches.wait_empty(batch)
+            if cute.arch.lane_idx() == 0:
+                sBatch[Batch.ITEM, batches.stage(batch)] = Int32(NO_ITEM)
+                cute.arch.mbarrier_arrive(batches.full + batches.stage(batch))
+            batch += 1
+
+    @cute.jit
+    def load_item(
+        self,
+        k_pages: cute.Tensor,
+        v_pages: cute.Tensor,
+        mPageTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        mRows: cute.Tensor,
+        mItems: cute.Tensor,
+        mPicks: cute.Tensor,
+        work: Int32,
+        max_seqlen_k: Int32,
+        num_blocks: Int32,
+        first_number: Int32,
         k_atom: cute.CopyAtom,
         v_atom: cute.CopyAtom,
         sK: cute.Tensor,
         sV: cute.Tensor,
-        sEntry: cute.Tensor,
         sPicks: cute.Tensor,
-        keys: Ring,
-        values: Ring,
+        item: Int32,
+        pages: Ring,
         last_page: cute.Pointer,
+        last_page_phase: Int32,
     ):
-        """One warp: the slice's pieces of work, each a block and picks of it."""
+        """Starts the loads of an item's block and writes its picks. Returns how many they are, the KV head, the block, `last_page`'s next phase."""
         lane = cute.arch.lane_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        first_work = work - cute.arch.block_idx()[0]
-        num_requests = mSeqLens.shape[0]
-        num_kv_heads = k_pages.shape[2]
-        count = Int32(0)
-        last_page_phase = Int32(0)
-        while work < end_work:
-            next_work = Int32(0)
+        stage = pages.stage(item)
+        num_requests, num_kv_heads = mSeqLens.shape[0], k_pages.shape[2]
+        key, begin, picks = (mItems[work, word] for word in (Item.KEY, Item.BEGIN, Item.COUNT))
+        block = key % num_blocks
+        request = key // num_blocks % num_requests
+        kv_head = key // num_blocks // num_requests % num_kv_heads
+        rPick = cute.make_rmem_tensor(ITEM_PICKS // 32, Int32)
+        for i in cutlass.range_constexpr(ITEM_PICKS // 32):
+            # Batches are always full: what is past an item's end repeats its last pick, and goes nowhere.
+            rPick[i] = mPicks[begin + min(lane + 32 * i, picks - 1)]
+        page = self.page_of(mPageTable, request, block, mPageTable.shape[1], k_pages.shape[3])
+        num_keys = self.clamp(mSeqLens[request], 0, max_seqlen_k) - block * BLOCK
+        tKsK, tKgK = self.partition_pages(k_atom, sK, k_pages, kv_head)
+        tVsV, tVgV = self.partition_pages(v_atom, sV, v_pages, kv_head)
+        full = pages.full + stage
+        key_bytes, value_bytes = self.page_bytes(self.qk_dtype), self.page_bytes(self.v_dtype)
+        if num_keys >= BLOCK:
             if lane == 0:
-                next_work = cute.arch.atomic_add((mCounters.iterator + which).llvm_ptr, Int32(1), sem="relaxed", scope="gpu") + grid + first_work
-            next_work = cute.arch.shuffle_sync(next_work, 0)
-            key = mItems[work, Item.KEY]
-            block = key % num_blocks
-            request = key // num_blocks % num_requests
-            kv_head = key // num_blocks // num_requests % num_kv_heads
-            page = self.page_of(mPageTable, request, block, mPageTable.shape[1], k_pages.shape[3])
-            num_keys = self.clamp(mSeqLens[request], 0, max_seqlen_k) - block * BLOCK
-            begin, picks = mItems[work, Item.BEGIN], mItems[work, Item.COUNT]
-            rPicks = cute.make_rmem_tensor((ITEM_PICKS // 32, 2), Int32)
-            for i in cutlass.range_constexpr(ITEM_PICKS // 32):
-                pick, visible = Int32(NO_PICK), Int32(0)
-                if lane + 32 * i < picks:
-                    pick = mPicks[begin + lane + 32 * i]
-                    visible = mDeferred[kv_head, pick >> ENTRY_BITS, 1]
-                rPicks[i, 0], rPicks[i, 1] = pick, visible
-            stage = keys.stage(count)
-            keys.wait_empty(count)
-            for i in cutlass.range_constexpr(ITEM_PICKS // 32):
-                for word in cutlass.range_constexpr(2):
-                    sPicks[lane + 32 * i, word, stage] = rPicks[i, word]
+                cute.arch.mbarrier_arrive_and_expect_tx(full, key_bytes + value_bytes)
+            cute.arch.sync_warp()
+            cute.copy(k_atom, tKgK[None, page], tKsK[None, stage], tma_bar_ptr=full)
+            cute.copy(v_atom, tVgV[None, page], tVsV[None, stage], tma_bar_ptr=full)
+        else:
+            # Rows past the sequence's end may hold NaN, which a weight of 0 does not stop.
             if lane == 0:
-                sEntry[Entry.COUNT, stage] = picks
-                sEntry[Entry.KV_HEAD, stage] = kv_head
-                sEntry[Entry.BLOCK, stage] = block
-                sEntry[Entry.ENDS, stage] = Int32(next_work >= end_work)
-            tKsK, tKgK = self.partition_pages(k_atom, sK, k_pages, kv_head)
-            tVsV, tVgV = self.partition_pages(v_atom, sV, v_pages, kv_head)
-            self.load_keys(k_atom, tKgK, tKsK, page, stage, keys, True)
-            last_page_phase = self.load_values(v_atom, tVgV, tVsV, sV, page, count, values, num_keys, True, last_page, last_page_phase)
-            count += 1
-            work = next_work
+                cute.arch.mbarrier_arrive_and_expect_tx(last_page, value_bytes)
+            cute.arch.sync_warp()
+            cute.copy(v_atom, tVgV[None, page], tVsV[None, stage], tma_bar_ptr=last_page)
+            cute.arch.mbarrier_wait(last_page, last_page_phase)
+            last_page_phase ^= 1
+            self.clear_rows(sV, stage, num_keys)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, key_bytes)
+            cute.arch.sync_warp()
+            cute.copy(k_atom, tKgK[None, page], tKsK[None, stage], tma_bar_ptr=full)
+        for i in cutlass.range_constexpr(ITEM_PICKS // 32):
+            number, entry = rPick[i] >> ENTRY_BITS, rPick[i] & ((1 << ENTRY_BITS) - 1)
+            index = lane + 32 * i
+            sPicks[Pick.ROW, index, stage] = mRows[number, Row.ROW]
+            sPicks[Pick.VISIBLE, index, stage] = mRows[number, Row.VISIBLE]
+            sPicks[Pick.PART, index, stage] = (number - first_number) * self.variant.topk + entry if index < picks else Int32(NO_PART)
+        cute.arch.sync_warp()
+        return picks, kv_head, block, last_page_phase
 
     @cute.jit
-    def consume_items(
+    def load_batch(
         self,
-        mQ: cute.Tensor,
+        q_rows: cute.Tensor,
+        q_atom: cute.CopyAtom,
+        tQsQ: cute.Tensor,
+        sBatch: cute.Tensor,
+        sPicks: cute.Tensor,
+        batches: Ring,
+        batch: Int32,
+        item: Int32,
+        first: Int32,
+        kv_head: Int32,
+        block: Int32,
+    ):
+        slot, stage = batches.stage(batch), item % PAGES
+        gQ = cute.local_tile(q_rows, (self.tile.group, self.line), (kv_head, None, None))  # [G, line, lines, T]
+        tQsQ, tQgQ = cpasync.tma_partition(q_atom, 0, cute.make_layout(1), tQsQ, cute.group_modes(gQ, 0, 2))
+        full = batches.full + slot
+        if cute.arch.lane_idx() == 0:
+            sBatch[Batch.ITEM, slot] = item
+            sBatch[Batch.FIRST, slot] = first
+            sBatch[Batch.BLOCK, slot] = block
+            cute.arch.mbarrier_arrive_and_expect_tx(full, HALF_ROWS * self.head_dim * self.qk_dtype.width // 8)
+        cute.arch.sync_warp()
+        for pick in cutlass.range_constexpr(self.tile.half_tokens):
+            row = cute.arch.make_warp_uniform(sPicks[Pick.ROW, first + pick, stage])
+            for line in cutlass.range_constexpr(self.head_dim // self.line):
+                cute.copy(q_atom, tQgQ[None, line, row], tQsQ[None, pick, line, slot], tma_bar_ptr=full)
+
+    @cute.jit
+    def consume_batches(
+        self,
         mPartOut: cute.Tensor,
         mPartLse: cute.Tensor,
         key_scale: Float32,
         qk_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
+        sQ: cute.Tensor,
         sK: cute.Tensor,
         sV: cute.Tensor,
-        sRows: cute.Tensor,
-        sEntry: cute.Tensor,
+        sBatch: cute.Tensor,
         sPicks: cute.Tensor,
-        keys: Ring,
-        values: Ring,
-        which: Int32,
+        pages: Ring,
+        batches: Ring,
         half: Int32,
     ):
-        """One warpgroup: every second group of picks that fills its 64 rows."""
-        picks_of_group = self.tile.half_tokens
+        """One warpgroup: every second batch."""
         scale_log2 = key_scale * LOG2E
         if const_expr(self.variant.negative_scale):
             scale_log2 = -scale_log2
-        half_pointer = sRows[None, half].iterator
-        tSrQ, tSrK, tOrV, rO, rP = self.fragments(qk_mma, pv_mma, half_pointer, sK, sV)
-        row_max = cute.make_rmem_tensor(2, Float32)
-        row_sum = cute.make_rmem_tensor(2, Float32)
-        rChunks = self.query_chunks()
-        rPick = cute.make_rmem_tensor(2, Int32)  # of this thread's two rows
-        rVisible = cute.make_rmem_tensor(2, Int32)
-        rDone = cute.make_rmem_tensor((8, self.head_dim // 16), self.out_dtype)  # partials that are not written yet, and whose they are
-        rDone.fill(0.0)
-        logsums = cute.make_rmem_tensor(2, Float32)
-        logsums.fill(0.0)
-        rDonePick = cute.make_rmem_tensor(2, Int32)
-        rDonePick.fill(NO_PICK)
-        done_head = Int32(0)
-        first_row = which * mPartOut.shape[0]
+        sVt = cute.composition(sV, cute.make_ordered_layout((self.head_dim, BLOCK, PAGES), order=(1, 0, 2)))  # [D, 128, pages]
+        qk_thread, pv_thread = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        tSrQ = qk_thread.make_fragment_A(qk_thread.partition_A(sQ))
+        tSrK = qk_thread.make_fragment_B(qk_thread.partition_B(sK))
+        tOrV = pv_thread.make_fragment_B(pv_thread.partition_B(sVt))
+        rO = cute.make_rmem_tensor(pv_thread.partition_shape_C((HALF_ROWS, self.head_dim)), Float32)
+        rP = pv_thread.make_fragment_A(pv_thread.partition_shape_A((HALF_ROWS, BLOCK)))
+        unit = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * 2  # the warp's first; it has two
 
-        count = Int32(0)
-        has_items = Boolean(True)
-        while has_items:
-            keys.wait_full(count)
-            stage = keys.stage(count)
-            picks, kv_head, block, ends = (
-                cute.arch.make_warp_uniform(sEntry[field, stage]) for field in (Entry.COUNT, Entry.KV_HEAD, Entry.BLOCK, Entry.ENDS)
-            )
-            group = half
-            self.read_picks(mQ, sPicks, rChunks, rPick, rVisible, group, picks, stage, kv_head)
-            values.wait_full(count)
-            while group * picks_of_group < picks:
-                # The queries before the last group's partials: their fence would wait for stores to memory.
-                self.store_queries(rChunks, half_pointer)
-                self.sync_half(half)
-                self.write_partials(mPartOut, mPartLse, rDone, logsums, rDonePick, done_head, first_row)
-                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, stage)
-                warpgroup.wait_group(0)
-                pick = tuple(Int32(rPick[r]) for r in range(2))
-                rows = Rows(
-                    self.first_row_of_thread(),
-                    tuple(Int32(1) if pick[r] != NO_PICK else Int32(0) for r in range(2)),
-                    tuple(Int32(rVisible[r]) for r in range(2)),
-                )
-                self.read_picks(mQ, sPicks, rChunks, rPick, rVisible, group + 2, picks, stage, kv_head)
-                rO.fill(0.0)
-                row_max.fill(-Float32.inf)
-                row_sum.fill(0.0)
-                rescale = self.weigh(rS, row_max, row_sum, rows, Int32(1), block, scale_log2, masked=True)
-                self.take_weights(rS, rP, rO, rescale)
-                self.multiply_values(pv_mma, rO, rP, tOrV, stage)
-                warpgroup.wait_group(0)
-                self.finish_partials(rO, row_max, row_sum, scale_log2, half_pointer, half, rDone, logsums)
-                rDonePick[0], rDonePick[1], done_head = pick[0], pick[1], kv_head
-                group += 2
-            keys.release(count)
-            values.release(count)
-            has_items = ends == 0
-            count += 1
-        self.write_partials(mPartOut, mPartLse, rDone, logsums, rDonePick, done_head, first_row)
+        batch = half
+        item, first, block = self.read_batch(sBatch, batches, batch)
+        while item != NO_ITEM:
+            slot, stage = batches.stage(batch), pages.stage(item)
+            pages.wait_full(item)
+            rS = cute.make_rmem_tensor(qk_thread.partition_shape_C((HALF_ROWS, BLOCK)), Float32)
+            self.multiply(qk_mma, rS, tSrQ[None, None, None, slot], tSrK[None, None, None, stage], accumulate=False)
+            picks = tuple(first + (unit + r) * UNIT_ROWS // self.tile.group for r in range(2))
+            parts = tuple(cute.arch.make_warp_uniform(sPicks[Pick.PART, picks[r], stage]) for r in range(2))
+            visible = tuple(cute.arch.make_warp_uniform(sPicks[Pick.VISIBLE, picks[r], stage]) for r in range(2))
+            warpgroup.wait_group(0)
+            factors, logsums = self.weigh_block(rS, visible, block, scale_log2)
+            # An accumulator's elements and those of a 16-bit first operand stand in the same order.
+            flat_p, flat_s = (cute.make_tensor(x.iterator, cute.make_layout(cute.size(x))) for x in (rP, rS))
+            flat_p.store(flat_s.load().to(self.v_dtype))
+            self.multiply(pv_mma, rO, rP, tOrV[None, None, None, stage], accumulate=False)
+            warpgroup.wait_group(0)
+            batches.release(batch)
+            self.write_parts(mPartOut, mPartLse, rO, factors, logsums, parts, unit)
+            batch += 2
+            item, first, block = self.read_batch(sBatch, batches, batch)
 
     @cute.jit
-    def read_picks(
-        self,
-        mQ: cute.Tensor,
-        sPicks: cute.Tensor,
-        rChunks: cute.Tensor,
-        rPick: cute.Tensor,
-        rVisible: cute.Tensor,
-        group: Int32,
-        picks: Int32,
-        stage: Int32,
-        kv_head: Int32,
-    ):
-        """A group's queries into registers; NO_PICK and zeros past the last."""
-        tile = self.tile
-        first = self.first_row_of_thread()
+    def read_batch(self, sBatch: cute.Tensor, batches: Ring, batch: Int32):
+        batches.wait_full(batch)
+        slot = batches.stage(batch)
+        item, first, block = (cute.arch.make_warp_uniform(sBatch[word, slot]) for word in (Batch.ITEM, Batch.FIRST, Batch.BLOCK))
+        return item, first, block
+
+    @cute.jit
+    def weigh_block(self, rS: cute.Tensor, visible, block: Int32, scale_log2: Float32):
+        """Products [64, 128] become weights; returns what the output is to be multiplied by, [2], and its LSE in base 2, [2]."""
+        products = self.by_row(rS)
+        factors, logsums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            token = (first + 8 * r) // tile.group
-            index = group * tile.half_tokens + token
-            pick, visible = Int32(NO_PICK), Int32(0)
-            if token < tile.half_tokens and index < picks:
-                pick = sPicks[index, 0, stage]
-                visible = sPicks[index, 1, stage]
-            rPick[r] = pick
-            rVisible[r] = visible
-        per_row = self.head_dim * self.qk_dtype.width // 128
-        for step in cutlass.range_constexpr(16 * per_row // 32):
-            row, chunk = self.chunk_of(step, per_row)
-            pick = self.pick_of_row(rPick, row)
-            if pick != NO_PICK:
-                query = mQ[pick >> ENTRY_BITS, kv_head * tile.group + row % tile.group, None]
-                gChunk = cute.local_tile(query, (rChunks.shape[0],), (chunk,))
-                cute.autovec_copy(gChunk, rChunks[None, step])
-            else:
-                rChunks[None, step].fill(0.0)
+            if const_expr(self.variant.negative_scale):
+                products[r, None].store(-products[r, None].load())
+            limit = visible[r] - block * BLOCK
+            if limit < BLOCK:
+                limit -= cute.arch.lane_idx() % 4 * 2
+                for i in cutlass.range_constexpr(BLOCK // 4):
+                    products[r, i] = products[r, i] if i // 2 * 8 + i % 2 < limit else -Float32.inf
+            row = products[r, None].load()
+            peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4)
+            shift = Float32(0.0) if peak == -Float32.inf else peak * scale_log2
+            weights = cute.math.exp2(row * scale_log2 - shift, fastmath=True)
+            total = cute.arch.warp_reduction_sum(weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0), threads_in_group=4)
+            products[r, None].store(weights)
+            factors[r] = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+            logsums[r] = shift + cute.math.log2(total, fastmath=True)
+        return factors, logsums
 
     @cute.jit
-    def pick_of_row(self, pick, row: Int32):
-        """From the lane that holds the row of accumulators."""
-        low = cute.arch.shuffle_sync(pick[0], row % 8 * 4)
-        high = cute.arch.shuffle_sync(pick[1], row % 8 * 4)
-        return low if row % 16 < 8 else high
-
-    @cute.jit
-    def finish_partials(
-        self,
-        rO: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        scale_log2: Float32,
-        half_pointer: cute.Pointer,
-        half: Int32,
-        rDone: cute.Tensor,
-        logsums: cute.Tensor,
+    def write_parts(
+        self, mPartOut: cute.Tensor, mPartLse: cute.Tensor, rO: cute.Tensor, factors: cute.Tensor, logsums: cute.Tensor, parts, unit: Int32
     ):
-        output = self.by_row(rO)
-        for r in cutlass.range_constexpr(2):
-            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
-            has_keys = total > 0.0
-            logsums[r] = row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True) if has_keys else -Float32.inf
-            factor = 1.0 / total if has_keys else Float32(0.0)
-            output[r, None].store(output[r, None].load() * factor)
-        self.sync_half(half)
-        rDone.store(self.whole_rows(rO, half_pointer).load())
-
-    @cute.jit
-    def write_partials(
-        self,
-        mPartOut: cute.Tensor,
-        mPartLse: cute.Tensor,
-        rDone: cute.Tensor,
-        logsums: cute.Tensor,
-        rPick: cute.Tensor,
-        kv_head: Int32,
-        first_row: Int32,
-    ):
-        group = self.tile.group
-        for step in cutlass.range_constexpr(rDone.shape[1]):
-            row, chunk = self.chunk_of(step, 2 * rDone.shape[1])
-            pick = self.pick_of_row(rPick, row)
-            if pick != NO_PICK:
-                part = mPartOut[(pick >> ENTRY_BITS) - first_row, kv_head, pick & ((1 << ENTRY_BITS) - 1), row % group, None]
-                cute.autovec_copy(rDone[None, step], cute.local_tile(part, (rDone.shape[0],), (chunk,)))
-        for r in cutlass.range_constexpr(2):
-            if rPick[r] != NO_PICK and cute.arch.lane_idx() % 4 == 0:
-                place = (rPick[r] >> ENTRY_BITS) - first_row, kv_head, rPick[r] & ((1 << ENTRY_BITS) - 1)
-                mPartLse[place[0], place[1], place[2], (self.first_row_of_thread() + 8 * r) % group] = logsums[r]
-
-    @cute.kernel
-    def combine(
-        self,
-        mIds: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: MaybeTensor,
-        mVScale: MaybeTensor,
-        mDeferred: cute.Tensor,
-        mPartOut: cute.Tensor,
-        mPartLse: cute.Tensor,
-        value_scale: Float32,
-        which: Int32,  # slice
-    ):
-        """Joins the partials of each deferred row: every warp of a thread block looks 32 rows ahead for one."""
+        """Straight from the accumulators."""
         lane = cute.arch.lane_idx()
-        if const_expr(mVScale is not None):
-            value_scale *= mVScale[0]
-        num_kv_heads = mIds.shape[0]
-        first_row = which * mPartOut.shape[0]
-        num_rows = min(mPartOut.shape[0], mIds.shape[1] - first_row) * num_kv_heads
-        start = cute.arch.block_idx()[0] * 32
-        while start < num_rows:
-            is_deferred = Boolean(False)
-            if start + lane < num_rows:
-                is_deferred = mDeferred[(start + lane) % num_kv_heads, first_row + (start + lane) // num_kv_heads, 0] >= 0
-            found = cute.arch.vote_ballot_sync(is_deferred)
-            while found != 0:
-                bit = cute.arch.popc(~found & (found - 1))
-                found = found & (found - 1)
-                kv_head, row = (start + bit) % num_kv_heads, (start + bit) // num_kv_heads
-                self.combine_row(mIds, mOut, mLse, mDeferred, mPartOut, mPartLse, value_scale, kv_head, row, first_row)
-            start += cute.arch.grid_dim()[0] * 32
-
-    @cute.jit
-    def combine_row(
-        self,
-        mIds: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: MaybeTensor,
-        mDeferred: cute.Tensor,
-        mPartOut: cute.Tensor,
-        mPartLse: cute.Tensor,
-        value_scale: Float32,
-        kv_head: Int32,
-        row: Int32,
-        first_row: Int32,
-    ):
-        group, per_row = self.tile.group, self.head_dim // 8
-        seen_blocks = (mDeferred[kv_head, first_row + row, 1] + BLOCK - 1) // BLOCK
-        rBlocks = cute.make_rmem_tensor(JOINED_PARTS, Int32)
-        rLse = cute.make_rmem_tensor(JOINED_PARTS, Float32)
-        rParts = cute.make_rmem_tensor((8, JOINED_PARTS), self.out_dtype)
-        rSum = cute.make_rmem_tensor(8, Float32)
-        chunk = cute.arch.thread_idx()[0]
-        while chunk < group * per_row:
-            head, place = chunk // per_row, chunk % per_row
-            largest, total = -Float32.inf, Float32(0.0)
-            rSum.fill(0.0)
-            for first in cutlass.range(0, mIds.shape[2], JOINED_PARTS):
-                # Everything is asked for before anything is waited for.
-                for i in cutlass.range_constexpr(JOINED_PARTS):
-                    rBlocks[i] = Int32(NO_BLOCK)
-                    if first + i < mIds.shape[2]:
-                        rBlocks[i] = mIds[kv_head, first_row + row, first + i]
-                for i in cutlass.range_constexpr(JOINED_PARTS):
-                    rLse[i] = -Float32.inf
-                    rParts[None, i].fill(0.0)
-                    if rBlocks[i] >= 0 and rBlocks[i] < seen_blocks:
-                        rLse[i] = mPartLse[row, kv_head, first + i, head]
-                        part = cute.local_tile(mPartOut[row, kv_head, first + i, head, None], (8,), (place,))
-                        cute.autovec_copy(part, rParts[None, i])
-                new_largest = cute.arch.fmax(largest, rLse.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
-                shift = Float32(0.0) if new_largest == -Float32.inf else new_largest
-                rescale = cute.math.exp2(largest - shift, fastmath=True)
-                total *= rescale
-                rSum.store(rSum.load() * rescale)
-                for i in cutlass.range_constexpr(JOINED_PARTS):
-                    weight = cute.math.exp2(rLse[i] - shift, fastmath=True)
-                    total += weight
-                    rSum.store(rSum.load() + rParts[None, i].load().to(Float32) * weight)
-                largest = new_largest
-            factor = value_scale / total if total > 0.0 else Float32(0.0)
-            rOut = cute.make_rmem_tensor(8, self.out_dtype)
-            rOut.store((rSum.load() * factor).to(self.out_dtype))
-            cute.autovec_copy(rOut, cute.local_tile(mOut[first_row + row, kv_head * group + head, None], (8,), (place,)))
-            if const_expr(mLse is not None):
-                if place == 0:
-                    logsum = (largest + cute.math.log2(total, fastmath=True)) * LN2 if total > 0.0 else -Float32.inf
-                    mLse[first_row + row, kv_head * group + head] = logsum
-            chunk += COMBINE_THREADS
+        steps = self.head_dim // 32
+        output = cute.make_tensor(rO.iterator, cute.make_layout(((2, 4), steps, 2), stride=((1, 4), 16, 2)))  # [8 elements, steps, 2 rows]
+        rOut = cute.make_rmem_tensor(8, self.out_dtype)
+        for r in cutlass.range_constexpr(2):
+            if parts[r] != NO_PART:
+                outputs, lse = self.join.place(parts[r], (unit + r) % (self.tile.group // UNIT_ROWS))
+                steps_of_part = cute.make_tensor(mPartOut.iterator + outputs, cute.make_layout((8, steps), stride=(1, 256)))
+                for step in cutlass.range_constexpr(steps):
+                    rOut.store((output[None, step, r].load() * factors[r]).to(self.out_dtype))
+                    cute.autovec_copy(rOut, steps_of_part[None, step])
+                if lane % 4 == 0:
+                    mPartLse[lse] = logsums[r]
 
 
 def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
@@ -563,9 +558,9 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     kernel = SparsePrefillByBlockSm90(variant)
     rows, heads, kv_heads, requests, pages, topk, slices = (cute.sym_int() for _ in range(7))
 
-    def vectors(dtype: Any, shape: tuple[Any, ...], align: int = 16) -> Any:
-        strides = tuple(cute.sym_int64(divisibility=align * 8 // dtype.width) for _ in shape[1:])
-        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=align)
+    def vectors(dtype: Any, shape: tuple[Any, ...]) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:])
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
 
     def scalars(dtype: Any, *shape: Any) -> Any:
         return make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape))
@@ -573,48 +568,52 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     def optional(exists: bool, make: Any) -> Any:
         return make() if exists else None
 
-    dim, slice_rows = variant.head_dim, cute.sym_int()
+    dim = variant.head_dim
     return kernel, (
-        vectors(kernel.qk_dtype, (rows, heads, dim), 16 if variant.aligned else kernel.qk_dtype.width // 8),
+        vectors(kernel.qk_dtype, (rows, heads, dim)),
         vectors(kernel.qk_dtype, (pages, kv_heads, BLOCK, dim)),
         vectors(kernel.v_dtype, (pages, kv_heads, BLOCK, dim)),
         scalars(Int32, kv_heads, rows, topk),
         scalars(Int32, requests, cute.sym_int()),
         scalars(Int32, requests),
-        vectors(kernel.out_dtype, (rows, heads, dim), 16 if variant.aligned else kernel.out_dtype.width // 8),
+        vectors(kernel.out_dtype, (rows, heads, dim)),
         optional(variant.lse, lambda: scalars(Float32, rows, heads)),
         *(optional(exists, lambda: scalars(Float32, 1)) for exists in (variant.q_scale, variant.k_scale, variant.v_scale)),
-        scalars(Int32, kv_heads, rows, 2),
+        scalars(Int32, 1),
+        scalars(Int32, cute.sym_int(), 4),
         scalars(Int32, cute.sym_int(), 3),
         scalars(Int32, cute.sym_int()),
         scalars(Int32, cute.sym_int()),
-        vectors(kernel.out_dtype, (slice_rows, kv_heads, topk, variant.group, dim)),
-        scalars(Float32, slice_rows, kv_heads, topk, variant.group),
+        vectors(kernel.out_dtype, (cute.sym_int64(),)),
+        make_fake_tensor(Float32, (cute.sym_int64(),), (1,)),
         scalars(Int32, slices),
         Float32(0.0),
         Float32(0.0),
-        Int32(0),
-        Int32(0),
-        Int32(0),
+        *(Int32(0) for _ in range(4)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
-KERNEL = CuteKernel("sparse_prefill_by_block_sm90", build, sources=[__file__, sparse_prefill_sm90.__file__, block_lists_sm90.__file__])
+KERNEL = CuteKernel(
+    "sparse_prefill_by_block_sm90",
+    build,
+    sources=[__file__, sparse_prefill_sm90.__file__, block_lists_sm90.__file__, join_parts_sm90.__file__],
+)
 
 MIN_ROWS = 2048
 """Steps with fewer rows are attended tile by tile, whatever they select: they are over before the lists were turned round."""
-MAX_KEYS = 1 << 16
+MAX_LISTS = 1 << 16
 """Lists that one thread block counts together in time."""
 MAX_SLICES = 32
+MAX_NUMBERS = 1 << (31 - ENTRY_BITS)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Slices of rows and scratch, from static shapes."""
+    """Slices of deferred rows and scratch, from static shapes. A row is a query and a KV head."""
 
-    rows: int
-    slice_rows: int
+    tokens: int
+    slices: int
     num_kv_heads: int
     group: int
     head_dim: int
@@ -627,47 +626,44 @@ class Plan:
         cls, tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, topk: int, num_requests: int, num_blocks: int, limit: int
     ) -> Plan | None:
         """The fewest slices that fit `limit`; None where nothing is to be deferred."""
-        if tokens < MIN_ROWS:
+        group = num_q_heads // num_kv_heads
+        if tokens < MIN_ROWS or group not in GROUPS or tokens * num_kv_heads > MAX_NUMBERS:
             return None
         for slices in range(1, MAX_SLICES + 1):
-            plan = cls(tokens, -(-tokens // slices), num_kv_heads, num_q_heads // num_kv_heads, head_dim, topk, num_requests, num_blocks)
-            if plan.keys > MAX_KEYS:
+            plan = cls(tokens, slices, num_kv_heads, group, head_dim, topk, num_requests, num_blocks)
+            if plan.lists > MAX_LISTS:
                 return None
             if plan.nbytes <= limit:
                 return plan
         return None
 
     @property
-    def slices(self) -> int:
-        return -(-self.rows // self.slice_rows)
+    def rows(self) -> int:
+        return self.tokens * self.num_kv_heads
 
     @property
-    def keys(self) -> int:
+    def slice_rows(self) -> int:
+        return -(-self.rows // self.slices)
+
+    @property
+    def lists(self) -> int:
         return self.slices * self.num_kv_heads * self.num_requests * self.num_blocks
 
     @property
-    def picks(self) -> int:
-        return self.rows * self.num_kv_heads * self.topk
-
-    @property
-    def zeros(self) -> int:
-        """Words that are 0 at the start: counters of tiles, of each slice's items, and of each list's picks."""
-        return 1 + self.slices + self.keys
+    def zeros(self) -> tuple[int, ...]:
+        """Words that are 0 at the start: counters of tiles, of deferred rows, of each slice's items; slices' first items; lists."""
+        return 1, 1, self.slices, self.slices + 1, self.lists
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the int32 tensors: zeros, cursors, items, slices' first items, picks, deferred rows."""
-        items = self.picks // ITEM_PICKS + self.keys
-        return (self.zeros,), (self.keys,), (items, 3), (self.slices + 1,), (self.picks,), (self.num_kv_heads, self.rows, 2)
-
-    @property
-    def parts(self) -> tuple[int, int, int, int]:
-        """Partials: a slice's rows, KV heads, entries of a list, heads of a group."""
-        return self.slice_rows, self.num_kv_heads, self.topk, self.group
+        """Of the int32 tensors: zeros, items, picks, which rows are deferred, those rows."""
+        picks = self.rows * self.topk
+        items = picks // ITEM_PICKS + self.lists
+        return (sum(self.zeros),), (items, 3), (picks,), (self.num_kv_heads, self.tokens, 2), (self.rows, 4)
 
     @property
     def nbytes(self) -> int:
-        parts = self.slice_rows * self.num_kv_heads * self.topk * self.group
+        parts = self.slice_rows * self.topk * self.group
         sizes = [4 * math.prod(shape) for shape in self.shapes] + [parts * self.head_dim * 2, parts * 4]
         return sum(-(-size // 256) * 256 for size in sizes)
 
@@ -677,13 +673,14 @@ class Scratch:
     """The workspace's tensors."""
 
     counter: torch.Tensor
+    num_rows: torch.Tensor
     slice_counters: torch.Tensor
-    counts: torch.Tensor
-    cursors: torch.Tensor
-    items: torch.Tensor
     slice_items: torch.Tensor
+    lists: torch.Tensor
+    items: torch.Tensor
     picks: torch.Tensor
     deferred: torch.Tensor
+    rows: torch.Tensor
     part_out: torch.Tensor
     part_lse: torch.Tensor
 
@@ -694,11 +691,12 @@ class Scratch:
         for shape in plan.shapes:
             tensor, offset = carve(workspace, offset, shape, torch.int32)
             words.append(tensor)
-        zeros, cursors, items, slice_items, picks, deferred = words
-        part_out, offset = carve(workspace, offset, (*plan.parts, plan.head_dim), dtype)
-        part_lse, offset = carve(workspace, offset, plan.parts, torch.float32)
-        counter, slice_counters, counts = zeros.zero_().split((1, plan.slices, plan.keys))
-        return cls(counter, slice_counters, counts, cursors, items, slice_items, picks, deferred, part_out, part_lse)
+        zeros, items, picks, deferred, rows = words
+        parts = plan.slice_rows * plan.topk * plan.group
+        part_out, offset = carve(workspace, offset, (parts * plan.head_dim,), dtype)
+        part_lse, offset = carve(workspace, offset, (parts,), torch.float32)
+        counter, num_rows, slice_counters, slice_items, lists = zeros.zero_().split(plan.zeros)
+        return cls(counter, num_rows, slice_counters, slice_items, lists, items, picks, deferred, rows, part_out, part_lse)
 
 
 def attend_by_block(
@@ -712,14 +710,16 @@ def attend_by_block(
     block_lists_sm90.KERNEL.get(block_lists_sm90.Variant(ITEM_PICKS), device)(
         ids,
         scratch.deferred,
-        scratch.counts,
-        scratch.cursors,
+        scratch.num_rows,
+        scratch.rows,
+        scratch.lists,
         scratch.items,
         scratch.slice_items,
         scratch.picks,
         plan.slice_rows,
         plan.num_requests,
         plan.num_blocks,
+        FILL_BLOCKS * num_sms(device),
     )
     variant = Variant(
         qk_dtype=dtype_name(q.dtype),
@@ -727,12 +727,12 @@ def attend_by_block(
         out_dtype=dtype_name(out.dtype),
         head_dim=plan.head_dim,
         group=plan.group,
+        topk=plan.topk,
         lse=call.lse is not None,
         q_scale=scales[0].tensor is not None,
         k_scale=scales[1].tensor is not None,
         v_scale=scales[2].tensor is not None,
         negative_scale=call.sm_scale < 0,
-        aligned=is_aligned(q) and is_aligned(out),
     )
     KERNEL.get(variant, device)(
         q,
@@ -744,7 +744,8 @@ def attend_by_block(
         out,
         None if call.lse is None else call.lse[:, heads],
         *(None if scale.tensor is None else scale.tensor.reshape(1) for scale in scales),
-        scratch.deferred,
+        scratch.num_rows,
+        scratch.rows,
         scratch.items,
         scratch.slice_items,
         scratch.picks,
@@ -754,6 +755,7 @@ def attend_by_block(
         call.sm_scale * call.q_scale.value * call.k_scale.value,
         call.v_scale.value,
         batch.max_seqlen_k,
-        batch.num_blocks,
+        plan.num_blocks,
+        plan.slice_rows,
         num_sms(device),
     )

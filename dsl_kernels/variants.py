@@ -67,12 +67,12 @@ _BY_BLOCK = sparse_prefill_by_block_sm90.Variant(
     out_dtype="bf16",
     head_dim=128,
     group=16,
+    topk=16,
     lse=False,
     q_scale=False,
     k_scale=False,
     v_scale=False,
     negative_scale=False,
-    aligned=True,
 )
 _WIDEN: dict[str, Any] = dict(v_dtype="fp16")
 _FP8: dict[str, Any] = dict(qk_dtype="fp8_e4m3", v_dtype="fp16")
@@ -163,7 +163,7 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         bf16=_BY_BLOCK,
         fp8=replace(_BY_BLOCK, **_FP8),
         widen=replace(_BY_BLOCK, **_WIDEN),
-        fp16_group1_scales=replace(_BY_BLOCK, **_FP16, **_DEVICE_SCALES, group=1, lse=True, negative_scale=True, aligned=False),
+        fp16_group32_scales=replace(_BY_BLOCK, **_FP16, **_DEVICE_SCALES, group=32, topk=20, lse=True, negative_scale=True),
         fp8_group8=replace(_BY_BLOCK, **_FP8, group=8),
     ),
     **_named(block_lists_sm90.KERNEL, all=block_lists_sm90.Variant(sparse_prefill_by_block_sm90.ITEM_PICKS)),

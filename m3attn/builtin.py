@@ -269,6 +269,7 @@ def add_builtin_implementations() -> None:
             "sparse_prefill_sm90",
             "sparse_prefill_by_block_sm90",
             "block_lists_sm90",
+            "join_parts_sm90",
             *_CUTE_DECODE,
             scratch=True,
             fp8_archs=("sm_90",),

@@ -60,9 +60,10 @@ def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.Monke
     "case,limit,sm_scale",
     [
         (replace(BASE, num_q_heads=32, num_kv_heads=2), 3_000_000, None),  # four slices
-        (replace(BASE, num_q_heads=6, topk=5, ids="scattered"), 1 << 30, -0.2),
+        (replace(BASE, num_q_heads=8, topk=5, ids="scattered"), 1 << 30, -0.2),
+        (replace(BASE, num_q_heads=32, topk=20), 1 << 30, None),
     ],
-    ids=["slices", "padded_group"],
+    ids=["slices", "two_tokens_a_warp", "two_warps_a_token"],
 )
 def test_every_tile_deferred(case: AttentionCase, limit: int, sm_scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_prefill_sm90, "DEFERRED_SHARE", 0.0)
@@ -85,40 +86,44 @@ def test_a_plan_fits_its_limit() -> None:
     for tokens, blocks in ((8192, 64), (32768, 256), (8192, 1024)):
         plan = Plan.of(tokens, **M3, num_blocks=blocks, limit=1 << 30)
         assert plan is not None and plan.nbytes <= 1 << 30
-        assert plan.slices * plan.slice_rows >= tokens > (plan.slices - 1) * plan.slice_rows
+        assert plan.slices * plan.slice_rows >= 4 * tokens > (plan.slices - 1) * plan.slice_rows
         assert plan.slices == math.ceil(tokens * 4 * 16 * 16 * 260 / (1 << 30))
     assert Plan.of(2047, **M3, num_blocks=64, limit=1 << 30) is None  # not worth it
     assert Plan.of(8192, **M3, num_blocks=64, limit=1 << 20) is None
+    assert Plan.of(8192, **(M3 | {"num_q_heads": 24}), num_blocks=64, limit=1 << 30) is None  # six heads fill no units of 8 rows
     assert Plan.of(8192, **(M3 | {"num_requests": 64}), num_blocks=1024, limit=1 << 30) is None
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_lists_turned_round(order: str) -> None:
-    heads, rows, topk, requests, blocks, slice_rows, item_picks = 2, 300, 7, 2, 9, 100, 4
-    slices = 3
+@pytest.mark.parametrize("share", [0.6, 0.0], ids=["some", "none"])
+def test_lists_turned_round(order: str, share: float) -> None:
+    heads, rows, topk, requests, blocks, slice_rows, item_picks = 2, 300, 7, 2, 9, 150, 4
+    slices = 4
     gen = torch.Generator().manual_seed(1)
     ids = torch.rand(heads, rows, 14, generator=gen).argsort(dim=-1)[..., :topk].int() - 2  # some out of range
     request = (torch.arange(rows) >= 130).expand(heads, rows).int()
-    request = torch.where(torch.rand(heads, rows, generator=gen) < 0.6, request, -1)
+    request = torch.where(torch.rand(heads, rows, generator=gen) < share, request, -1)
     deferred = torch.stack([request, torch.randint(0, blocks * 128 + 1, (heads, rows), generator=gen)], dim=-1).int()
     keys = slices * heads * requests * blocks
-    counts, cursors, slice_items = (torch.zeros(n, dtype=torch.int32) for n in (keys, keys, slices + 1))
+    num_rows, slice_items, lists = (torch.zeros(n, dtype=torch.int32) for n in (1, slices + 1, keys))
+    numbered = torch.full((heads * rows, 4), -1, dtype=torch.int32)
     items = torch.full((keys + heads * rows * topk // item_picks, 3), -1, dtype=torch.int32)
     picks = torch.full((heads * rows * topk,), -1, dtype=torch.int32)
-    kernel = block_lists_sm90.KERNEL
     with simulated(order):
-        kernel.get(block_lists_sm90.Variant(item_picks), ids.device)(
-            ids, deferred, counts, cursors, items, slice_items, picks, slice_rows, requests, blocks
+        block_lists_sm90.KERNEL.get(block_lists_sm90.Variant(item_picks), ids.device)(
+            ids, deferred, num_rows, numbered, lists, items, slice_items, picks, slice_rows, requests, blocks, 2
         )
 
+    owned = numbered[: int(num_rows)].tolist()
+    places = [(kv_head, row) for kv_head, row in (request >= 0).nonzero().tolist()]
+    assert sorted((kv_head, row) for row, kv_head, _, _ in owned) == places
     expected: dict[int, list[int]] = {}
-    for head in range(heads):
-        for row in range(rows):
-            owner, visible = deferred[head, row].tolist()
-            for entry, block in enumerate(ids[head, row].tolist() if owner >= 0 else []):
-                if 0 <= block < math.ceil(visible / 128):
-                    key = ((row // slice_rows * heads + head) * requests + owner) * blocks + block
-                    expected.setdefault(key, []).append(row << block_lists_sm90.ENTRY_BITS | entry)
+    for number, (row, kv_head, owner, visible) in enumerate(owned):
+        assert [owner, visible] == deferred[kv_head, row].tolist()
+        for entry, block in enumerate(ids[kv_head, row].tolist()):
+            if 0 <= block < math.ceil(visible / 128):
+                key = ((number // slice_rows * heads + kv_head) * requests + owner) * blocks + block
+                expected.setdefault(key, []).append(number << block_lists_sm90.ENTRY_BITS | entry)
     found: dict[int, list[int]] = {}
     for key, begin, count in items[: int(slice_items[-1])].tolist():
         assert 0 < count <= item_picks

@@ -100,13 +100,15 @@ class Usage:
 
 
 def shared_bytes(ir: str) -> int:
-    """What the variant's kernels allocate of shared memory, one tensor after another, each at its alignment; a launch asks for no more."""
+    """The most that one of the variant's kernels allocates, one tensor after another, each at its alignment: a launch asks for no more."""
     types = dict(re.findall(r"^(!memref_smem\w+) = (.*)$", ir, re.MULTILINE))
-    total = 0
-    for name in re.findall(r"cute\.memref\.alloca\(\).*: (!memref_smem\w+)$", ir, re.MULTILINE):
-        alignment, size = map(int, re.fullmatch(r'!cute\.memref<i8, smem, align<(\d+)>, "\(?(\d+)\)?:\(?1\)?">', types[name]).groups())
-        total = -(-total // alignment) * alignment + size
-    return total
+    totals = []
+    for kernel in ir.split("cuda.kernel @"):
+        totals.append(0)
+        for name in re.findall(r"cute\.memref\.alloca\(\).*: (!memref_smem\w+)$", kernel, re.MULTILINE):
+            alignment, size = map(int, re.fullmatch(r'!cute\.memref<i8, smem, align<(\d+)>, "\(?(\d+)\)?:\(?1\)?">', types[name]).groups())
+            totals[-1] = -(-totals[-1] // alignment) * alignment + size
+    return max(totals)
 
 
 def tensor_memory(ptx: str) -> tuple[int, int]:
