@@ -40,21 +40,27 @@ def rotated_rows(rows, is_row, cos_sin_row, in_table, ROPE: tl.constexpr, BLOCK_
     """Rotated [N, BLOCK_ROPE] fp32 of the rows at pointers `rows` [N, 1]; `cos_sin_row` [1, 1] points to the table's row: ROPE / 2 cosines,
     then sines.
 
-    Dim d turns with its partner: y[d] = x[d] cos - x[partner] sin where d is the first of the pair, + where it is the second. A row's second
-    read comes from L1.
+    Dim d turns with its partner: y[d] = x[d] cos - x[partner] sin where d is the first of the pair, + where it is the second. Partners next to
+    each other lie in one thread; those half a row apart are read a second time, from L1.
     """
     offs_r = tl.arange(0, BLOCK_ROPE)[None, :]
+    mask = is_row & (offs_r < ROPE)
+    x = widen(tl.load(rows + offs_r, mask=mask, other=0.0))  # [N, BLOCK_ROPE]
     if INTERLEAVED:
-        partner, turn, is_first = offs_r ^ 1, offs_r // 2, offs_r % 2 == 0
+        offs_p = tl.arange(0, BLOCK_ROPE // 2)[None, :]
+        in_table = in_table & (offs_p < ROPE // 2)
+        cos = widen(tl.load(cos_sin_row + offs_p, mask=in_table, other=0.0))  # [1, BLOCK_ROPE / 2]
+        sin = widen(tl.load(cos_sin_row + ROPE // 2 + offs_p, mask=in_table, other=0.0))
+        first, second = tl.split(tl.reshape(x, [x.shape[0], BLOCK_ROPE // 2, 2]))
+        result = tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), x.shape)
     else:
         partner, turn, is_first = (offs_r + ROPE // 2) % ROPE, offs_r % (ROPE // 2), offs_r < ROPE // 2
-    in_rope = offs_r < ROPE
-    mask = is_row & in_rope
-    x = widen(tl.load(rows + offs_r, mask=mask, other=0.0))  # [N, BLOCK_ROPE]
-    y = widen(tl.load(rows + partner, mask=mask, other=0.0))
-    cos = widen(tl.load(cos_sin_row + turn, mask=in_table & in_rope, other=0.0))  # [1, BLOCK_ROPE]
-    sin = widen(tl.load(cos_sin_row + ROPE // 2 + turn, mask=in_table & in_rope, other=0.0))
-    return x * cos + y * tl.where(is_first, -sin, sin)
+        in_table = in_table & (offs_r < ROPE)
+        y = widen(tl.load(rows + partner, mask=mask, other=0.0))
+        cos = widen(tl.load(cos_sin_row + turn, mask=in_table, other=0.0))  # [1, BLOCK_ROPE]
+        sin = widen(tl.load(cos_sin_row + ROPE // 2 + turn, mask=in_table, other=0.0))
+        result = x * cos + y * tl.where(is_first, -sin, sin)
+    return result
 
 
 @triton.jit
