@@ -135,18 +135,12 @@ def decode_workspace_bytes(shape: WorkShape) -> int:
     """Scratch of a decode or verify call: the splits' partials, splits * T * Hq * (4 D + 4)."""
     if shape.tokens == 0 or shape.num_requests == 0:
         return 0
-    schedules = (
-        schedule_for(
-            max_seqlen_q=shape.max_seqlen_q,
-            num_requests=shape.num_requests,
-            num_q_heads=shape.num_q_heads,
-            num_kv_heads=shape.num_kv_heads,
-            topk=shape.topk,
-            num_blocks=shape.num_blocks,
-            kv_dtype=kv_dtype,
-            tokens=shape.tokens,
-            limit=shape.limit,
-        )
-        for kv_dtype in ("bf16", "fp8_e4m3", "fp8_e5m2")
-    )
+    return _most_partial_bytes(shape, tuple(settings_override.items()))
+
+
+@lru_cache(maxsize=4096)
+def _most_partial_bytes(shape: WorkShape, override: tuple[tuple[str, int], ...]) -> int:
+    """Of any cache's dtype; remembered, because a call asks for it each time."""
+    sizes = (shape.max_seqlen_q, shape.num_requests, shape.num_q_heads, shape.num_kv_heads, shape.topk, shape.num_blocks)
+    schedules = (schedule_of(*sizes, kv_dtype, shape.tokens, shape.limit, override) for kv_dtype in ("bf16", "fp8_e4m3", "fp8_e5m2"))
     return max(partial_bytes(schedule.splits, shape.tokens, shape.num_q_heads) for schedule in schedules)

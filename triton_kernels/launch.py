@@ -31,9 +31,10 @@ class CompileLog:
 _compile_log: CompileLog | None = None
 
 
-_ready: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""What a launch of these arguments ran on this device: the compiled kernel, and the values of the compile-time parameters behind the arguments."""
 _HERE = nullcontext()
+_ready: dict[tuple[Any, ...], tuple[Any, Any, Any, Any, tuple[Any, ...]]] = {}
+"""What a launch of such arguments ran on this device: the compiled kernel, its launcher, function and metadata, and the values of the compile-time
+parameters that follow the arguments."""
 
 
 def launch(
@@ -50,45 +51,36 @@ def launch(
     if 0 in grid:
         return
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if _compile_log is None and isinstance(kernel, JITFunction):
+        key = (kernel.fn, device, num_warps, num_stages, pdl, *meta.items(), *map(type, args), *_specialised(args))
+        with _HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device):
+            ready = _ready.get(key)
+            if ready is None or _is_watched():
+                _dispatch(key, kernel, tuple(grid), args, meta, options | ({"launch_pdl": True} if pdl else {}))
+            else:
+                _, run, function, metadata, constants = ready
+                stream = driver.active.get_current_stream(device.index)
+                run(*grid, *_ONES[len(grid)], stream, function, metadata, None, None, None, *args, *constants)
+        return
     if _compile_log is not None:
         compiled = kernel.warmup(*args, grid=tuple(grid), **options, **meta)
         _compile_log.kernels.append((kernel.fn.__name__, dict(meta), compiled))
-        return
-    if not isinstance(kernel, JITFunction):  # the interpreter's
-        kernel[tuple(grid)](*args, **options, **meta)
-        return
-    if pdl:
-        options["launch_pdl"] = True
-    key = (kernel.fn, device, num_warps, num_stages, pdl, *meta.items(), *map(type, args), *_specialised(args))
-    ready = None if _is_watched() else _ready.get(key)
-    with _HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device):
-        if ready is not None:
-            compiled, constants = ready
-            stream = driver.active.get_current_stream(device.index)
-            compiled.run(*grid, *_ONES[len(grid)], stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants)
-            return
-        with _refuse_compiling(kernel, meta) if torch.cuda.is_current_stream_capturing() else _HERE:
-            compiled = kernel[tuple(grid)](*args, **options, **meta)
-    if len(_ready) >= 4096:
-        _ready.clear()
-    if compiled is not None:
-        behind = list(kernel.signature.parameters.values())[len(args) :]
-        _ready[key] = compiled, tuple(meta.get(parameter.name, parameter.default) for parameter in behind)
+    else:
+        kernel[tuple(grid)](*args, **options, **meta)  # in the interpreter
 
 
-_ONES = {1: (1, 1), 2: (1,), 3: ()}
-_NUMBERS = frozenset((int, float, bool, type(None), tuple))
+_ONES: dict[int, tuple[int, ...]] = {1: (1, 1), 2: (1,), 3: ()}
+_PLAIN = frozenset((int, float, bool, type(None), tuple))
 
 
 def _specialised(args: tuple[Any, ...]) -> list[Any]:
-    """What decides the compiled kernel, for each argument: of a tensor the dtype and the alignment, of a number at most its value.
+    """What decides which compiled kernel fits: of a tensor its dtype and alignment, of a number at most the number.
 
-    Triton finds out at every launch which of its kernels fits, argument by argument, and takes longer for it than all else that the host does
-    for a stage. Equal arguments fit the same kernel.
+    Triton looks at every argument of every launch to find out, and takes longer for it than all else that the host does for a stage.
     """
     return [
         arg
-        if arg.__class__ in _NUMBERS
+        if arg.__class__ in _PLAIN
         else (arg.dtype, arg.data_ptr() % 16 == 0)
         if isinstance(arg, torch.Tensor)
         else (*map(type, arg), *_specialised(arg))  # a NamedTuple
@@ -97,9 +89,21 @@ def _specialised(args: tuple[Any, ...]) -> list[Any]:
 
 
 def _is_watched() -> bool:
-    """Whether a profiler wants to see launches: Triton tells it."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    """Whether a profiler wants to be told of launches, which Triton does."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _dispatch(key: tuple[Any, ...], kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any], options: dict[str, Any]) -> None:
+    """Launch the way of Triton, which finds or compiles what fits, and keep what it found."""
+    with _refuse_compiling(kernel, meta) if torch.cuda.is_current_stream_capturing() else _HERE:
+        compiled = kernel[grid](*args, **options, **meta)
+    if len(_ready) >= 4096:
+        _ready.clear()
+    if compiled is not None:  # a hook of Triton's compiler may keep it from compiling
+        following = list(kernel.signature.parameters.values())[len(args) :]
+        constants = tuple(meta.get(parameter.name, parameter.default) for parameter in following)
+        _ready[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, constants
 
 
 @contextmanager

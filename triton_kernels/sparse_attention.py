@@ -7,6 +7,7 @@ scratch copy. Decode and verify: the keys of a token are split among programs wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -122,7 +123,11 @@ def settings_for(phase: str, mode: str, rows: int, arch: str, bytes_per_key: int
     Args:
         bytes_per_key: of one key and its value, each padded to a power of two, as they lie in shared memory.
     """
-    settings = settings_of(phase, mode, rows)
+    return fit(settings_of(phase, mode, rows), arch, bytes_per_key, block_size)
+
+
+def fit(settings: Settings, arch: str, bytes_per_key: int, block_size: int) -> Settings:
+    """`settings_for` with the table's settings at hand."""
     # 163, 227 or 99 KB, less room for the softmax weights and reductions on their way between warps.
     number = arch_number(arch)
     capacity = (90 if number in (86, 89) or number >= 120 else 150 if number < 90 else 210) * 1024
@@ -341,26 +346,33 @@ def _attend(call: SparseAttentionCall, phase: str, k: torch.Tensor, v: torch.Ten
 
 def _tiles(phase: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor, batch: PagedBatch) -> tuple[Settings, dict[str, Any]]:
     """Launch settings, and the compile-time arguments that both kernels share."""
-    group, head_dim, topk = q.shape[1] // k.shape[1], q.shape[2], ids.shape[2]
+    kv_heads, element_bytes = k.shape[1], k.element_size() + v.element_size()
+    sizes = (q.shape[1] // kv_heads, q.shape[2], ids.shape[2], batch.block_size, batch.page_size, block_b(batch))
+    return _fitted_tiles(settings_of(phase, mode_of(q, k), q.shape[0] * kv_heads), current_arch(q.device), element_bytes, *sizes)
+
+
+@lru_cache(maxsize=4096)
+def _fitted_tiles(
+    settings: Settings, arch: str, element_bytes: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int, offsets: int
+) -> tuple[Settings, dict[str, Any]]:
+    """`_tiles`, remembered; element_bytes: of one element of a key and one of a value."""
     block_d = next_power_of_2(head_dim)
     block_m = max(16, next_power_of_2(group))
-    bytes_per_key = block_d * (k.element_size() + v.element_size())
-    rows = q.shape[0] * k.shape[1]
-    settings = settings_for(phase, mode_of(q, k), rows, current_arch(q.device), bytes_per_key, batch.block_size)
+    settings = fit(settings, arch, block_d * element_bytes, block_size)
     # The output stays in registers: 64 a thread where the table's settings were measured, more warps for more of it.
     growth = 2 if block_m * block_d > 4096 else 1
     settings = replace(settings, num_warps=max(growth * settings.num_warps, block_m * block_d // 2048))
     tiles = dict(
         TOPK=topk,
         PADDED_TOPK=next_power_of_2(topk),
-        BLOCK_SIZE=batch.block_size,
-        PAGE_SIZE=batch.page_size,
+        BLOCK_SIZE=block_size,
+        PAGE_SIZE=page_size,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_M=block_m,
         BLOCK_N=settings.block_n,
         BLOCK_D=block_d,
-        BLOCK_B=block_b(batch),
+        BLOCK_B=offsets,
     )
     return settings, tiles
 

@@ -131,9 +131,10 @@ def _results(
     q = q_out if q_out is not None else qkv[:, : heads.q * HEAD_DIM].unflatten(1, (heads.q, HEAD_DIM))
     if skip_index or not heads.index:
         return q, None
+    if index_q_out is not None:
+        return q, index_q_out
     start = (heads.q + 2 * heads.kv) * HEAD_DIM
-    index_q = qkv[:, start : start + heads.index * HEAD_DIM].unflatten(1, (heads.index, HEAD_DIM))
-    return q, index_q_out if index_q_out is not None else index_q
+    return q, qkv[:, start : start + heads.index * HEAD_DIM].unflatten(1, (heads.index, HEAD_DIM))
 
 
 def _fp8_scale(argument: str, scale: Scale, dtype: torch.dtype | None) -> Scale:
@@ -174,8 +175,17 @@ def _eager(
             device_checks.check_slots("index_slots", index_slots, index_cache.shape[0] * index_cache.shape[1])
     check_outputs(
         {"q_out": q_out, "index_q_out": index_q_out, "cache.k": k_cache, "cache.v": v_cache, "cache.index_k": index_cache},
-        {"qkv": qkv, "cos_sin": cos_sin, "positions": positions, "slots": slots, "index_slots": index_slots}
-        | {f"weights.{name}": weight for name, weight in zip(NormWeights._fields, norm, strict=True)},
+        {
+            "qkv": qkv,
+            "cos_sin": cos_sin,
+            "positions": positions,
+            "slots": slots,
+            "index_slots": index_slots,
+            "weights.q": norm.q,
+            "weights.k": norm.k,
+            "weights.index_q": norm.index_q,
+            "weights.index_k": norm.index_k,
+        },
     )
     call = dict(
         qkv=qkv,
