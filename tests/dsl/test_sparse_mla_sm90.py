@@ -224,13 +224,27 @@ def test_what_is_missing_is_seen(mode: str, pattern: str) -> None:
     assert wrong(sparse_mla_inputs(replace(BASE, topk=256, mode=mode), "cpu"), without(pattern))
 
 
+@BOTH
+def test_indices_past_the_length_do_not_count(mode: str) -> None:
+    """In range, out of range, and over a token of NaN; the same as if they were -1."""
+    inputs = sparse_mla_inputs(replace(BASE, queries=3, heads=2, mode=mode, length=True), "cpu")
+    inputs.options["topk_length"].copy_(torch.tensor([0, 33, 128]))
+    past = torch.arange(128) >= inputs.options["topk_length"][:, None]
+    expected = run(replace(inputs, indices=inputs.indices.masked_fill(past[:, None], -1)))
+    nan_token = int(torch.nonzero(inputs.kv[:, 0].float().isnan().any(-1))[0, 0])
+    for value in (5, nan_token, -9, 256, 2**31 - 1):
+        results = run(replace(inputs, indices=inputs.indices.masked_fill(past[:, None], value)))
+        assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+
+
 def test_offsets_past_32_bits() -> None:
-    """Rows that lie 2^28 elements apart: only their own pages of a sparse mapping exist."""
-    tokens, stride = 12, 2**28
-    q_dtype, kv_dtype, _ = MODES["fp8_pv"]
-    assert q_dtype == kv_dtype == E4M3
-    inputs = sparse_mla_inputs(replace(BASE, queries=1, heads=2, topk=64, tokens=tokens, mode="fp8_pv"), "cpu")
-    far = torch.empty(tokens * stride, dtype=torch.uint8).view(E4M3).as_strided((tokens, 1, 576), (stride, stride, 1))
-    indexable(far).copy_(indexable(inputs.kv))
-    results = run(replace(inputs, kv=far))
+    """Rows of kv and q that lie 2^28 and 2^32 elements apart: only their own pages of a sparse mapping exist."""
+    inputs = sparse_mla_inputs(replace(BASE, queries=2, heads=2, topk=64, tokens=12, mode="fp8_pv"), "cpu")
+
+    def spread(x: torch.Tensor, stride: int) -> torch.Tensor:
+        far = torch.empty(len(x) * stride, dtype=torch.uint8).view(E4M3).as_strided(x.shape, (stride, *x.stride()[1:]))
+        indexable(far).copy_(indexable(x))
+        return far
+
+    results = run(replace(inputs, q=spread(inputs.q, 2**32), kv=spread(inputs.kv, 2**28)))
     assert all(torch.equal(x, y) for x, y in zip(results, run(inputs), strict=True))

@@ -30,7 +30,8 @@ from m3attn.testing.mla import (
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 SMALL = SparseMlaCase(3, 2, 64, 128)
-GPU_KEY = [pytest.param("triton", marks=gpu_only)]
+ON_GPU = [pytest.param(p.values[0], id=p.values[0], marks=gpu_only) for p in keys("sparse_mla_prefill", kernels_only=True)]
+"""Every kernel, where the interpreter of none is fast enough."""
 
 
 def run(inputs: SparseMlaInputs, key: str, **changes: Any) -> Results:
@@ -91,10 +92,11 @@ def test_no_valid_index_at_all(key: str, queries: int) -> None:
         assert not out.any() and (max_logits == float("-inf")).all() and (lse == float("inf")).all()
 
 
+@pytest.mark.parametrize("mode", ("bf16", "fp8_pv"))
 @pytest.mark.parametrize("key", keys("sparse_mla_prefill"))
-def test_indices_past_the_length_do_not_count(key: str) -> None:
+def test_indices_past_the_length_do_not_count(key: str, mode: str) -> None:
     """In range, out of range, and over tokens of NaN; the same as if they were -1."""
-    inputs = inputs_for(key, SMALL)
+    inputs = inputs_for(key, replace(SMALL, mode=mode))
     length = torch.tensor([0, 33, 64], dtype=torch.int32, device=DEVICE)
     past = torch.arange(64, device=DEVICE) >= length[:, None]
     expected = run(replace(inputs, indices=inputs.indices.masked_fill(past[:, None], -1)), key)
@@ -205,7 +207,7 @@ def test_every_width_and_head_count_is_supported(topk: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ("bf16", "fp8_pv"))
-@pytest.mark.parametrize("key", GPU_KEY)
+@pytest.mark.parametrize("key", ON_GPU)
 def test_seventy_thousand_queries(key: str, mode: str) -> None:
     case = SparseMlaCase(70_000, 2, 64, 4_096, mode=mode)
     inputs = inputs_for(key, case)
@@ -216,10 +218,10 @@ def test_seventy_thousand_queries(key: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("queries", (3, 40))
-@pytest.mark.parametrize("key", GPU_KEY)
+@pytest.mark.parametrize("key", ON_GPU)
 def test_offsets_past_two_to_the_31(key: str, queries: int) -> None:
     """Token and query strides that put the last rows past 2^31 elements."""
-    inputs = sparse_mla_inputs(SparseMlaCase(queries, 2, 64, 128), DEVICE)
+    inputs = inputs_for(key, SparseMlaCase(queries, 2, 64, 128))
     kv_stride, q_stride = (2**31 // 126 + 15) // 16 * 16, (2**31 // (queries - 1) + 15) // 16 * 16
     kv = torch.empty(127 * kv_stride + 576, dtype=torch.bfloat16, device=DEVICE).as_strided((128, 1, 576), (kv_stride, 576, 1))
     q = torch.empty((queries - 1) * q_stride + 2 * 576, dtype=torch.bfloat16, device=DEVICE).as_strided((queries, 2, 576), (q_stride, 576, 1))
@@ -229,7 +231,7 @@ def test_offsets_past_two_to_the_31(key: str, queries: int) -> None:
 
 
 @pytest.mark.parametrize("queries", (1, 8, 40))
-@pytest.mark.parametrize("key", GPU_KEY)
+@pytest.mark.parametrize("key", ON_GPU)
 def test_graph_replay_equals_eager(key: str, queries: int) -> None:
     case = SparseMlaCase(queries, 64, 512, 4_096, mode="fp8_pv" if arch_number(arch()) >= 89 else "bf16", length=True, sink=True)
     inputs, other = (sparse_mla_inputs(case, DEVICE, seed=seed) for seed in (0, 1))
