@@ -40,8 +40,8 @@ ENTRIES = 8
 """Blocks that the merging warp is ahead of those who read what it writes."""
 MAX_TILE_TOKENS = 32
 """One bit of a word a token."""
-DEFERRED_SHARE = 0.75
-"""A tile is deferred where it has more different blocks than this share of its ids: where fewer than 1.3 of its tokens share a block."""
+DEFERRED_SHARE = 0.55
+"""A tile is deferred where its halves have more different blocks than this share of their ids: where fewer than 1.8 tokens of one share a block."""
 MAX_TILE_IDS = 512
 """Ids of a tile that the merging warp keeps in registers, 16 a lane."""
 NO_BLOCK = -1
@@ -121,7 +121,7 @@ def tile_tokens(group: int, ids: int) -> int:
 def most_distinct(tokens: int, ids: int, topk: int) -> int:
     """What `SparsePrefillSm90.distinct` counts of a tile with DEFERRED_SHARE * topk ids a token, spread at random."""
     bits = tokens * ids
-    return int(bits * -math.expm1(-DEFERRED_SHARE * tokens * topk / bits))
+    return int(2 * bits * -math.expm1(-DEFERRED_SHARE * tokens * topk / 2 / bits))
 
 
 class Entry:
@@ -666,18 +666,19 @@ class SparsePrefillSm90:
 
     @cute.jit
     def distinct(self, rIds: cute.Tensor):
-        """How many bits the tile's blocks set among as many as there are ids, a block's bit its id modulo their number."""
+        """How many bits the blocks of each half set, together: a half has as many as the tile has ids; a block's is its id modulo their number."""
         words = self.tile.ids_per_lane
         rWords = cute.make_rmem_tensor(words, Int32)
-        rWords.fill(0)
-        for i in cutlass.range_constexpr(words):
-            place = rIds[i] % (32 * words)
-            for word in cutlass.range_constexpr(words):
-                if rIds[i] != NO_BLOCK and place // 32 == word:
-                    rWords[word] |= Int32(1) << (place % 32)
         count = Int32(0)
-        for word in cutlass.range_constexpr(words):
-            count += cute.arch.popc(cute.arch.warp_redux_sync(rWords[word], "or"))
+        for half in cutlass.range_constexpr(2):
+            rWords.fill(0)
+            for i in cutlass.range_constexpr(half * words // 2, (half + 1) * words // 2):
+                place = rIds[i] % (32 * words)
+                for word in cutlass.range_constexpr(words):
+                    if rIds[i] != NO_BLOCK and place // 32 == word:
+                        rWords[word] |= Int32(1) << (place % 32)
+            for word in cutlass.range_constexpr(words):
+                count += cute.arch.popc(cute.arch.warp_redux_sync(rWords[word], "or"))
         return count
 
     @cute.jit
