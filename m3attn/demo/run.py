@@ -16,6 +16,7 @@ import torch
 import m3attn
 from m3attn.bench import results
 from m3attn.bench.shapes import Heads
+from m3attn.choice import parse_choice
 from m3attn.demo import export, plot, queries, text
 from m3attn.demo import geometry as sizes
 from m3attn.demo.geometry import Geometry
@@ -55,6 +56,8 @@ def run(options: Options) -> int:
     """
     content = text.load(options.text)
     find_rule(options.rule)
+    if options.impl is not None:
+        parse_choice(options.impl)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     impl, chosen_because = choose_implementation(options.impl, device)
     geometry = choose_geometry(options, device).fit(len(content))
