@@ -19,6 +19,7 @@ from m3attn.dsl_kernels import sparse_prefill_by_block_sm90 as by_block
 from m3attn.dsl_kernels.sparse_decode_sm90 import decode_workspace_bytes, sparse_decode
 from m3attn.dsl_kernels.sparse_prefill_by_block_sm90 import attend_by_block
 from m3attn.dsl_kernels.sparse_prefill_sm90 import is_aligned, sparse_prefill
+from m3attn.dsl_kernels.widen_pages import widen_pages
 from m3attn.dtypes import dtype_name, is_fp8
 from m3attn.workspace import WorkShape, carve, workspace_limit
 
@@ -141,8 +142,6 @@ def attend_in_groups(call: SparseAttentionCall, plan: PrefillPlan, attend: Calla
         check_pool("cache.v", call.v)
         attend(call.k, call.v, batch, slice(0, num_kv_heads))
         return
-    from m3attn.triton_kernels.widen_pages import widen_pages
-
     assert call.workspace is not None
     for first in range(0, num_kv_heads, plan.groups):
         heads = slice(first, min(first + plan.groups, num_kv_heads))

@@ -24,6 +24,7 @@ from m3attn.dsl_kernels import (
     sparse_prefill_by_block_sm90,
     sparse_prefill_sm90,
     sparse_prefill_sm100,
+    widen_pages,
 )
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.decode_schedule import Schedule, power_of_2, schedule_for
@@ -147,6 +148,14 @@ _SELECTION = _named(
     width64=replace(_SELECT, width=64, lanes=32, vector=False),
 )
 
+_WIDENED = widen_pages.Variant("fp8_e4m3", k_dtype="bf16", v_dtype="fp16", head_dim=128, block_size=128, aligned=True)
+_COPIES = _named(
+    widen_pages.KERNEL,
+    e4m3=_WIDENED,
+    e4m3_keys_stay=replace(_WIDENED, k_dtype="fp8_e4m3"),
+    e5m2_fp16_unaligned=replace(_WIDENED, dtype="fp8_e5m2", k_dtype="fp16", aligned=False),
+)
+
 SM90: dict[str, tuple[CuteKernel, Any]] = {
     **_named(
         sparse_prefill_sm90.KERNEL,
@@ -166,6 +175,7 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         fp16_group32_scales=replace(_BY_BLOCK, **_FP16, **_DEVICE_SCALES, group=32, topk=20, lse=True, negative_scale=True),
         fp8_group8=replace(_BY_BLOCK, **_FP8, group=8),
     ),
+    **_COPIES,
     **_named(block_lists_sm90.KERNEL, all=block_lists_sm90.Variant(sparse_prefill_by_block_sm90.ITEM_PICKS)),
     **_DECODE,
     **_named(
@@ -201,6 +211,7 @@ SM100: dict[str, tuple[CuteKernel, Any]] = {
         fp8_group4_scales_sink=replace(_PREFILL_SM100, **_FP8, **_DEVICE_SCALES, group=4, lse=True, sink_dtype="fp16"),
         group32_ids32_sink=replace(_PREFILL_SM100, group=32, ids=32, aligned=False, negative_scale=True, sink_dtype="fp32"),
     ),
+    **_COPIES,
     **_DECODE,
     **_named(
         index_score_sm100.KERNEL,

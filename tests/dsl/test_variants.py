@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Self
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ import m3attn
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.variants import VARIANTS
 from m3attn.testing.cases import MODES
-from m3attn.triton_kernels import widen_pages
 
 SHARED_MEMORY = 227 * 1024
 REGISTERS = 65_536
@@ -56,6 +54,7 @@ EXPECTED: dict[str, Expected] = {
         1, "mma.sync", why="16 rows are all there is, and the bytes of K and V bound it; both products are one instruction"
     ),
     "sparse_mla_sm90": Expected(2, tma=False, why="Hopper's TMA gathers no rows; asynchronous copies of 16 bytes do"),
+    "widen_pages": Expected(0, tma=False, why="copies pages, each thread 16 bytes at a time"),
     "index_score_sm90": Expected(1),
     "index_score_sm100": Expected(1, "tcgen05.mma"),
     "sparse_prefill_sm100": Expected(2, "tcgen05.mma"),
@@ -218,7 +217,7 @@ def test_what_m3_calls_is_named(key: str, arch: str, mode: str, requests: int, q
     q_dtype, kv_dtype = MODES[mode]
     batch, tokens = m3_batch(requests, queries), requests * queries
     ids = torch.zeros(4, tokens, 16, dtype=torch.int32)
-    with recorded(f"{arch}a") as asked, mock.patch.object(widen_pages, "widen_pages"):
+    with recorded(f"{arch}a") as asked:
         cache = m3attn.LayerCache(kv=torch.zeros(1, 4, 128, 256, dtype=kv_dtype), index_k=torch.zeros(1, 128, 128, dtype=q_dtype))
         m3attn.sparse_attention(torch.zeros(tokens, 64, 128, dtype=q_dtype), cache, ids, batch, impl=key)
         m3attn.index_topk(torch.zeros(tokens, 4, 128, dtype=q_dtype), cache, batch, impl=key)
