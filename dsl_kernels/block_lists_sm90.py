@@ -20,6 +20,8 @@ from m3attn.dsl_kernels.common.kernels import CuteKernel
 BLOCK = 128
 THREADS = 128
 SCAN_THREADS = 1024
+UNIT_PICKS = 8
+"""Pieces of work are multiples of it, but for a list's last."""
 ENTRY_BITS = 6
 """Of a pick's word: its place in the token's list, below which the row's number stands."""
 
@@ -38,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compiled. `item_picks`: the most picks of a piece of work."""
+    """What is compiled. `item_picks`: the most picks of a piece of work, a multiple of UNIT_PICKS."""
 
     item_picks: int
 
@@ -159,12 +161,15 @@ class BlockListsSm90:
                 mSliceItems[key // slice_keys] = item
             begin = pick
             pick += left
+            # A list's pieces are of one size, or its last one would be loaded for little.
+            share = cute.ceil_div(left, max(1, cute.ceil_div(left, self.item_picks)))
+            size = cute.ceil_div(share, UNIT_PICKS) * UNIT_PICKS
             while left > 0:
                 mItems[item, Item.KEY] = key
                 mItems[item, Item.BEGIN] = begin
-                mItems[item, Item.COUNT] = min(left, self.item_picks)
-                begin += self.item_picks
-                left -= self.item_picks
+                mItems[item, Item.COUNT] = min(left, size)
+                begin += size
+                left -= size
                 item += 1
         if first < num_keys and end == num_keys:
             mSliceItems[mSliceItems.shape[0] - 1] = item

@@ -16,7 +16,8 @@ from m3attn.calls import SparseAttentionCall
 from m3attn.dsl_kernels import block_lists_sm90, sparse_attention_sm90, sparse_prefill_by_block_sm90, sparse_prefill_sm90
 from m3attn.dsl_kernels.sparse_attention_sm90 import sparse_attention, workspace_bytes
 from m3attn.dsl_kernels.sparse_prefill_by_block_sm90 import Plan
-from m3attn.testing.bounds import attention_bound
+from m3attn.dtypes import dtype_name
+from m3attn.testing.bounds import attention_bound, product_error
 from m3attn.testing.cases import AttentionCase
 from m3attn.testing.inputs import AttentionInputs, attention_inputs
 from m3attn.workspace import WorkShape
@@ -27,7 +28,8 @@ M3 = dict(num_q_heads=64, num_kv_heads=4, head_dim=128, topk=16, num_requests=1)
 def with_workspace(call: SparseAttentionCall, limit: int) -> SparseAttentionCall:
     batch, (tokens, num_q_heads, head_dim) = call.batch, call.q.shape
     lengths = batch.max_seqlen_q, batch.max_seqlen_k, batch.block_size
-    shape = WorkShape(tokens, batch.num_requests, num_q_heads, call.k.shape[1], 0, head_dim, call.ids.shape[2], *lengths, limit, "bf16")
+    heads = num_q_heads, call.k.shape[1], 0
+    shape = WorkShape(tokens, batch.num_requests, *heads, head_dim, call.ids.shape[2], *lengths, limit, dtype_name(call.k.dtype))
     return replace(call, workspace=torch.full((workspace_bytes(shape),), 0xFF, dtype=torch.uint8))
 
 
@@ -43,7 +45,8 @@ def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(sparse_prefill_by_block_sm90, "num_sms", lambda device: 3)
     monkeypatch.setattr(sparse_attention_sm90, "workspace_limit", lambda: limit)
     monkeypatch.setattr(sparse_attention_sm90, "attend_by_block", counted)
-    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options)
+    error = product_error("cute_sm90", "sm_90", inputs.q.dtype, inputs.cache.key_value()[0].dtype)
+    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options, error_of_products=error)
     results = []
     for order in ORDERS:
         call = with_workspace(call_of(inputs, sm_scale=sm_scale), limit)
@@ -62,8 +65,9 @@ def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.Monke
         (replace(BASE, num_q_heads=32, num_kv_heads=2), 3_000_000, None),  # four slices
         (replace(BASE, num_q_heads=8, topk=5, ids="scattered"), 1 << 30, -0.2),
         (replace(BASE, num_q_heads=32, topk=20), 1 << 30, None),
+        (replace(BASE, mode="fp8"), 1 << 30, None),
     ],
-    ids=["slices", "two_tokens_a_warp", "two_warps_a_token"],
+    ids=["slices", "two_tokens_a_warp", "two_warps_a_token", "fp8"],
 )
 def test_every_tile_deferred(case: AttentionCase, limit: int, sm_scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_prefill_sm90, "DEFERRED_SHARE", 0.0)
@@ -97,7 +101,7 @@ def test_a_plan_fits_its_limit() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("share", [0.6, 0.0], ids=["some", "none"])
 def test_lists_turned_round(order: str, share: float) -> None:
-    heads, rows, topk, requests, blocks, slice_rows, item_picks = 2, 300, 7, 2, 9, 150, 4
+    heads, rows, topk, requests, blocks, slice_rows, item_picks = 2, 300, 7, 2, 9, 150, 8
     slices = 4
     gen = torch.Generator().manual_seed(1)
     ids = torch.rand(heads, rows, 14, generator=gen).argsort(dim=-1)[..., :topk].int() - 2  # some out of range
