@@ -484,7 +484,15 @@ def test_a_broken_result_file_is_named(tmp_path):
 
 
 def test_times_read_well():
-    assert [us(v) for v in (3.21, 123.4, 1234.0, 52_000.0, 28.64e6)] == ["3.2 us", "123 us", "1.23 ms", "52.0 ms", "28.6 s"]
+    assert [us(v) for v in (3.21, 123.4, 1234.0, 52_000.0, 285_700.0, 3.58e6, 28.64e6)] == [
+        "3.2 us",
+        "123 us",
+        "1.23 ms",
+        "52.0 ms",
+        "286 ms",
+        "3.58 s",
+        "28.6 s",
+    ]
 
 
 def test_tuning_times_every_candidate_of_the_kernel_files(monkeypatch):

@@ -9,12 +9,11 @@ Row = dict[str, Any]
 
 
 def us(value: float) -> str:
-    """Microseconds with three figures, as milliseconds from 1,000 up and seconds from 10,000,000: `12.3 us`, `1.32 ms`, `28.6 s`."""
-    if value >= 1e7:
-        return f"{value / 1e6:.1f} s"
-    if value >= 1000:
-        return f"{value / 1000:.2f} ms" if value < 10_000 else f"{value / 1000:.1f} ms"
-    return f"{value:.1f} us" if value < 100 else f"{value:.0f} us"
+    """Microseconds with three figures, as milliseconds from 1,000 up and seconds from 1,000,000: `12.3 us`, `1.32 ms`, `286 ms`, `28.6 s`."""
+    if value < 1000:
+        return f"{value:.1f} us" if value < 100 else f"{value:.0f} us"
+    value, unit = (value / 1e3, "ms") if value < 1e6 else (value / 1e6, "s")
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
 def aligned(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:

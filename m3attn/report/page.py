@@ -113,13 +113,15 @@ def _run(run: Run) -> str:
 
 
 def _table(run: Run) -> str:
+    """Columns that no line fills are left out."""
     bar = next(i for i, name in enumerate(run.header) if name.startswith(("time a", "share")))
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in run.header)
+    filled = [i for i in range(len(run.header)) if any(cells[i] for cells, _ in run.table)]
+    head = "".join(f'<th scope="col">{escape(run.header[i])}</th>' for i in filled)
     lines = []
     for cells, length in run.table:
         shown = [f"<td>{escape(cell)}</td>" for cell in cells]
         shown[bar] = f'<td class="bar" style="--length: {100 * length:.1f}%">{escape(cells[bar])}</td>'
-        lines.append(f"<tr>{''.join(shown)}</tr>")
+        lines.append(f"<tr>{''.join(shown[i] for i in filled)}</tr>")
     return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n' + "\n".join(lines) + "\n</tbody>\n</table></div>"
 
 

@@ -12,6 +12,8 @@ from m3attn.report.runs import Point, Roof
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 76, 20, 16, 48
 MAX_LABELS = 8
+LETTER, LINE = 6.7, 13
+"""Pixels of a label: a letter's width, about, and from one line to the next."""
 NUM_COLOURS = 6
 
 
@@ -44,6 +46,24 @@ def rate(tflops: float) -> str:
     return f"{tflops / 1000:.3g} P" if tflops >= 1000 else si(1e12 * tflops).strip()
 
 
+class Labels:
+    """Names beside circles, each on the first free line at its circle's height or below; circles come from the top down."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[float, float, float]] = []
+
+    def place(self, name: str, cx: float, cy: float) -> str:
+        """A `text` element to the right of a circle, or to its left in the right half of the picture."""
+        ends = cx > WIDTH / 2
+        edge, width = cx - 9 if ends else cx + 9, LETTER * len(name)
+        left, right = (edge - width, edge) if ends else (edge, edge + width)
+        y = cy + 4
+        while lines := [line for begin, end, line in self.taken if left < end and begin < right and abs(y - line) < LINE]:
+            y = max(lines) + LINE
+        self.taken.append((left, right, y))
+        return f'<text class="label" x="{edge:.1f}" y="{y:.1f}" text-anchor="{"end" if ends else "start"}">{escape(name)}</text>'
+
+
 def draw(roof: Roof, points: Sequence[Point]) -> str:
     """An `svg` element. Points are circles with their figures as a title, and labelled where there are few."""
     highest = max(peak for _, peak in roof.peaks)
@@ -72,16 +92,14 @@ def draw(roof: Roof, points: Sequence[Point]) -> str:
     label = f"copy {1000 * roof.copy_tbps:.3g} GB/s" if roof.copy_tbps < 1 else f"copy {roof.copy_tbps:.3g} TB/s"
     parts.append(f'<text class="label" x="{x.place(slope) + 8:.1f}" y="{y.place(roof.copy_tbps * slope) + 14:.1f}">{label}</text>')
     series = list(dict.fromkeys(point.series for point in points))
-    for place, point in enumerate(sorted(points, key=lambda p: -p.tflops)):
+    labels = Labels()
+    for point in sorted(points, key=lambda p: -p.tflops):
         colour = series.index(point.series) % NUM_COLOURS
         figures = f"{point.name}, {point.series}: {rate(point.tflops)}FLOP/s at {point.intensity:.3g} operations a byte"
         cx, cy = x.place(point.intensity), y.place(point.tflops)
         parts.append(f'<circle class="c{colour}" cx="{cx:.1f}" cy="{cy:.1f}" r="5"><title>{escape(figures)}</title></circle>')
         if len(points) <= MAX_LABELS:
-            anchor, shift = ("end", -9) if cx > WIDTH / 2 else ("start", 9)
-            parts.append(
-                f'<text class="label" x="{cx + shift:.1f}" y="{cy + (4, -6)[place % 2]:.1f}" text-anchor="{anchor}">{escape(point.name)}</text>'
-            )
+            parts.append(labels.place(point.name, cx, cy))
     parts.append("</svg>")
     keys = "".join(f'<li><span class="key b{i % NUM_COLOURS}"></span>{escape(name)}</li>' for i, name in enumerate(series))
     return "\n".join(parts) + f'\n<ul class="legend">{keys}</ul>'

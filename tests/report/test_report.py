@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -18,7 +19,7 @@ from PIL import Image
 from m3attn.cli.main import main
 from m3attn.demo.plot import chosen_blocks
 from m3attn.report import page, png, roofline, runs
-from m3attn.report.runs import Point, Roof
+from m3attn.report.runs import Point, Roof, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -154,6 +155,19 @@ def test_points_lie_under_the_roof():
     circles = re.findall(r'<circle class="(c\d)" cx="(\S+)" cy="(\S+)"', drawn)
     assert circles[0] == ("c0", corner[1], corner[2]) and circles[1][:2] == ("c1", corner[1]) and float(circles[1][2]) > float(corner[2])
     assert "800 TFLOP/s" in drawn and "copy 4 TB/s" in drawn
+
+
+def test_labels_of_points_that_lie_together_do_not_overlap():
+    points = [Point(f"point {i}", "x", 200.0 + i % 2, 400.0 + i % 3) for i in range(roofline.MAX_LABELS)]
+    drawn = roofline.draw(Roof(4.0, (("bf16 product", 800.0),)), points)
+    lines = sorted(float(y) for y in re.findall(r'<text class="label" x="\S+" y="(\S+)" text-anchor="\w+">point', drawn))
+    assert len(lines) == len(points) and min(b - a for a, b in itertools.pairwise(lines)) >= 12
+
+
+def test_a_column_that_no_line_fills_is_left_out():
+    run = Run("a run", (), ("stage", "selection", "time a call"), ((("x", "", "1 us"), 0.5), (("y", "", "2 us"), 1.0)), (), None, ())
+    shown = page.render([run])
+    assert "selection" not in shown[shown.index("<thead>") :] and shown.count("<td>") == 2 and shown.count('<td class="bar"') == 2
 
 
 @pytest.mark.parametrize(
