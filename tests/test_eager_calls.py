@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).parent / "host" / "worker.py"
+WORKER = Path(__file__).parent / "eager_calls" / "worker.py"
 RELEASES = sorted(Path(sys.prefix).glob("triton-3*")) or [None]
 MOST_FUNCTIONS = {
     "index_topk, triton": 265,
