@@ -279,26 +279,19 @@ class SparseMlaSm90:
         """One warpgroup: queries and gathered tokens, each warp 16 rows of a tile, by asynchronous copies of 16 bytes."""
         lane = cute.arch.lane_idx()
         row = warp * WARP_TOKENS + lane // self.line_chunks  # and others of the warp's, `copied_tokens` apart
+        place = warp * WARP_TOKENS + lane % WARP_TOKENS
         num_heads, num_tokens = mQ.shape[1], mKV.shape[0]
         grid, _, _ = cute.arch.grid_dim()
         work, _, _ = cute.arch.block_idx()
         sources = cute.make_rmem_tensor(WARP_TOKENS // self.copied_tokens, cutlass.Int64)
         sizes = cute.make_rmem_tensor(WARP_TOKENS // self.copied_tokens, Int32)
-        work_count, count = Int32(0), Int32(0)
+        query_count, count = Int32(0), Int32(0)
+        query, first_head, first_tile, end_tile, length = self.piece_of(mQ, mIndices, mLength, work, splits)
+        index = self.read_index(mIndices, query, first_tile * TOKENS + place, length)
         while work < num_work:
-            query, first_head, split = self.place_of(work, mQ.shape[0], num_heads)
-            first_tile, end_tile, length = self.tiles_of(mIndices, mLength, query, split, splits)
-            index = self.read_index(mIndices, query, first_tile * TOKENS + warp * WARP_TOKENS + lane % WARP_TOKENS, length)
-
-            for i in cutlass.range_constexpr(WARP_TOKENS // self.copied_tokens):
-                head = first_head + row + i * self.copied_tokens
-                is_head = head < num_heads
-                sources[i] = mQ[query, head if is_head else 0, None].iterator.toint()
-                sizes[i] = Int32(16) if is_head else Int32(0)
-            queries.wait_empty(work_count)
-            self.copy_lines(sources, sizes, sQ.iterator, row, 0, self.lines)
-            cute.arch.cp_async_mbarrier_arrive_noinc(queries.full)
-
+            next_query, next_head, next_tile, next_end, next_length = self.piece_of(mQ, mIndices, mLength, work + grid, splits)
+            if first_tile >= end_tile:
+                index = self.read_index(mIndices, next_query, next_tile * TOKENS + place, next_length)
             tile = first_tile
             while tile < end_tile:
                 is_valid = index >= 0 and index < num_tokens
@@ -308,7 +301,13 @@ class SparseMlaSm90:
                     sources[i] = mKV[token if token >= 0 else 0, None].iterator.toint()
                     sizes[i] = Int32(16) if token >= 0 else Int32(0)
                 # One tile ahead: the indices in front of the tokens they lead to would put two memory latencies in each tile.
-                index = self.read_index(mIndices, query, (tile + 1) * TOKENS + warp * WARP_TOKENS + lane % WARP_TOKENS, length)
+                is_last = tile + 1 == end_tile
+                index = self.read_index(
+                    mIndices,
+                    next_query if is_last else query,
+                    (next_tile if is_last else tile + 1) * TOKENS + place,
+                    next_length if is_last else length,
+                )
                 stage = count % self.stages
                 lines = sTiles.iterator + stage * (TOKENS * LINE * LINES)
                 for part in cutlass.range_constexpr(3):
@@ -321,15 +320,32 @@ class SparseMlaSm90:
                             cute.arch.mbarrier_arrive(parts[part].full + stage)
                     cute.arch.cp_async_mbarrier_arrive_noinc(parts[part].full + stage)
                 if const_expr(self.transposes):
-                    if tile > first_tile:
+                    if count > 0:
                         self.transpose(sTiles, sValues, count - 1, parts, values, warp)
+                if tile == first_tile:
+                    # Behind the first tokens, which do not have to wait until the queries before these have met theirs.
+                    for i in cutlass.range_constexpr(WARP_TOKENS // self.copied_tokens):
+                        head = first_head + row + i * self.copied_tokens
+                        is_head = head < num_heads
+                        sources[i] = mQ[query, head if is_head else 0, None].iterator.toint()
+                        sizes[i] = Int32(16) if is_head else Int32(0)
+                    queries.wait_empty(query_count)
+                    self.copy_lines(sources, sizes, sQ.iterator, row, 0, self.lines)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(queries.full)
+                    query_count += 1
                 count += 1
                 tile += 1
-            if const_expr(self.transposes):
-                if end_tile > first_tile:
-                    self.transpose(sTiles, sValues, count - 1, parts, values, warp)
-            work_count += 1
+            query, first_head, first_tile, end_tile, length = next_query, next_head, next_tile, next_end, next_length
             work += grid
+        if const_expr(self.transposes):
+            if count > 0:
+                self.transpose(sTiles, sValues, count - 1, parts, values, warp)
+
+    @cute.jit
+    def piece_of(self, mQ: cute.Tensor, mIndices: cute.Tensor, mLength: MaybeTensor, work: Int32, splits: Int32):
+        """(query, its first head, first tile, end tile, how many of the query's indices count) of a piece of work, or of none that exists."""
+        query, first_head, split = self.place_of(work, mQ.shape[0], mQ.shape[1])
+        return query, first_head, *self.tiles_of(mIndices, mLength, query, split, splits)
 
     @cute.jit
     def read_index(self, mIndices: cute.Tensor, query: Int32, place: Int32, length: Int32):
@@ -446,7 +462,7 @@ class SparseMlaSm90:
         num_heads = mQ.shape[1]
         grid, _, _ = cute.arch.grid_dim()
         work, _, _ = cute.arch.block_idx()
-        work_count, first = Int32(0), Int32(0)  # tiles before this piece of work's
+        work_count, query_count, first = Int32(0), Int32(0), Int32(0)  # tiles before this piece of work's
         while work < num_work:
             query, first_head, split = self.place_of(work, mQ.shape[0], num_heads)
             first_tile, end_tile, _ = self.tiles_of(mIndices, mLength, query, split, self.splits_of(mOut))
@@ -454,13 +470,16 @@ class SparseMlaSm90:
             rO.fill(0.0)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
-            queries.wait_full(work_count)
+            if tiles > 0:
+                queries.wait_full(query_count)
             none = cute.make_rmem_tensor(2, Float32)
             none.fill(0.0)
             if half == 0 and tiles > 0:
                 rS = self.multiply_keys(qk_mma, tSrQ, tSrK, first, parts, (LEFT, RIGHT, LAST))
                 warpgroup.wait_group(0)
                 valid = self.release_keys(sValid, parts, first)
+                if tiles <= 2:
+                    queries.release(query_count)
                 self.weigh(rS, row_max, row_sum, valid, scale_log2)
                 self.publish(rS, row_max, sWeights, sMax, first, weights, half)
                 self.add_values(pv_mma, rO, none, tOrP, tOrV, sWeights, first, weights, values)
@@ -473,6 +492,8 @@ class SparseMlaSm90:
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (LEFT, RIGHT, LAST))
                     warpgroup.wait_group(0)
                     valid = self.release_keys(sValid, parts, count)
+                    if tile + 2 >= tiles:
+                        queries.release(query_count)
                     before = self.follow(row_max, row_sum, sMax, count - 1, weights)
                     rescale = self.weigh(rS, row_max, row_sum, valid, scale_log2)
                     self.publish(rS, row_max, sWeights, sMax, count, weights, half)
@@ -487,18 +508,22 @@ class SparseMlaSm90:
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (RIGHT, LAST), rS)
                     warpgroup.wait_group(0)
                     valid = self.release_keys(sValid, parts, count)
+                    if tile + 2 >= tiles:
+                        queries.release(query_count)
                     rescale = self.weigh(rS, row_max, row_sum, valid, scale_log2)
                     self.publish(rS, row_max, sWeights, sMax, count, weights, half)
                 self.add_values(pv_mma, rO, rescale, tOrP, tOrV, sWeights, count, weights, values)
                 self.release_values(parts, values, count, half)
                 tile += 2
-            queries.release(work_count)
+            if half == 1 and tiles == 1:
+                queries.release(query_count)
             if tile == tiles:
                 before = self.follow(row_max, row_sum, sMax, first + tile - 1, weights)
                 self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, first + tile - 1, weights, values)
                 self.release_values(parts, values, first + tile - 1, half)
             self.finish(mSink, mOut, mMaxLogits, mLse, value_scale, rO, row_max, row_sum, sSums, work_count, query, first_head, split, half)
             first += tiles
+            query_count += Int32(1) if tiles > 0 else Int32(0)
             work_count += 1
             work += grid
 
