@@ -125,7 +125,8 @@ figure, panels = plt.subplots(2, len(steps), figsize=(11, 4.4), layout="constrai
 for column, (start, _, logits, best, _) in enumerate(steps):
     style = {"aspect": "auto", "vmin": -25, "vmax": 25, "cmap": "RdBu_r"}
     panels[0, column].imshow(logits.masked_fill(logits.isinf(), float("nan")), **style)
-    panels[0, column].set(title=f"keys {start} …", xticks=[])
+    panels[0, column].set(xticks=[])
+    panels[0, column].set_title(f"keys {start} …", fontsize="medium")
     image = panels[1, column].imshow(best[:, None], **style)
     panels[1, column].set(xticks=[])
 panels[0, 0].set_ylabel("logits: (token, head)")
