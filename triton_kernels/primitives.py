@@ -20,31 +20,23 @@ def widen(x, DTYPE: tl.constexpr = tl.float32):
 
     The interpreter's own casts get subnormal bf16 wrong, NaN of e4m3 (480 to it), NaN and infinities of e5m2, and its subnormals.
     """
-    IS_INEXACT: tl.constexpr = INTERPRETED and (x.dtype == tl.bfloat16 or x.dtype.is_fp8())
-    return _decode(x).to(DTYPE) if IS_INEXACT and x.dtype != DTYPE else x.to(DTYPE)
-
-
-@triton.jit
-def _decode(x):
-    """bf16 or fp8 in fp32, by its bits."""
-    if x.dtype == tl.bfloat16:
-        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif INTERPRETED and x.dtype == tl.float8e5 and x.dtype != DTYPE:  # the high byte of an fp16
+        x = (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    elif INTERPRETED and x.dtype == tl.float8e4nv and x.dtype != DTYPE:  # one exponent bit less than fp16: shifted into place it is 2^-8 of itself
         code = x.to(tl.uint8, bitcast=True).to(tl.uint16)
-        if x.dtype.is_fp8e5():  # the high byte of an fp16
-            wide = (code << 8).to(tl.float16, bitcast=True).to(tl.float32)
-        else:  # one exponent bit less than fp16: shifted into place it is 2^-8 of itself
-            half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
-            wide = tl.where((code & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
-    return wide
+        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        x = tl.where((code & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    return x.to(DTYPE)
 
 
 @triton.jit
 def dot(a, b, accumulator=None):
     """a @ b (+ accumulator) in fp32. fp32 operands use IEEE products; the interpreter multiplies 16- and 8-bit operands as fp32, which is exact."""
     if INTERPRETED:
-        a = widen(a)
-        b = widen(b)
+        a = widen(a) if a.dtype.is_fp8() else a.to(tl.float32)
+        b = widen(b) if b.dtype.is_fp8() else b.to(tl.float32)
     if accumulator is None:
         result = tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
     else:
