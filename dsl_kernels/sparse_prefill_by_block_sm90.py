@@ -302,42 +302,41 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         tQsQ = cute.group_modes(cute.local_tile(sQ, (self.tile.group, self.line), (None, None, None)), 0, 2)
         batch, item, picks = Int32(0), Int32(-1), Int32(0)  # the item before the first has no picks
         kv_head, block = Int32(0), Int32(0)
+        rPicks = cute.make_rmem_tensor(ITEM_PICKS // 32, Int32)
         last_page_phase = Int32(0)
         has_items = Boolean(True)
         while has_items:
+            next_picks, next_head, next_block, next_page, next_keys = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+            if work < end_work:
+                next_picks, next_head, next_block, next_page, next_keys = self.read_item(
+                    mItems, mPicks, mPageTable, mSeqLens, rPicks, work, max_seqlen_k, num_blocks, k_pages.shape[2], k_pages.shape[3]
+                )
+                if cute.arch.lane_idx() == 0:
+                    work = cute.arch.atomic_add((mCounters.iterator + which).llvm_ptr, Int32(1), sem="relaxed", scope="gpu") + taken_before
+                work = cute.arch.shuffle_sync(work, 0)
             num_batches = cute.ceil_div(picks, self.tile.half_tokens)
-            next_picks, next_head, next_block = Int32(0), Int32(0), Int32(0)
             for index in cutlass.range(max(num_batches, SLOTS), unroll=1):
                 batches.wait_empty(batch + index)
+                if index < num_batches:
+                    self.load_batch(q_rows, q_atom, tQsQ, sBatch, sPicks, batches, batch + index, item, index * self.tile.half_tokens, kv_head, block)
                 # Every batch of the item before this one is done now, and its place free for the next item.
-                if index == SLOTS - 1 and work < end_work:
-                    next_picks, next_head, next_block, last_page_phase = self.load_item(
+                if index == SLOTS - 1 and next_picks > 0:
+                    self.write_picks(mRows, rPicks, sPicks, next_picks, which * slice_rows, pages.stage(item + 1))
+                    last_page_phase = self.load_block(
                         k_pages,
                         v_pages,
-                        mPageTable,
-                        mSeqLens,
-                        mRows,
-                        mItems,
-                        mPicks,
-                        work,
-                        max_seqlen_k,
-                        num_blocks,
-                        which * slice_rows,
                         k_atom,
                         v_atom,
                         sK,
                         sV,
-                        sPicks,
-                        item + 1,
-                        pages,
+                        next_head,
+                        next_page,
+                        next_keys,
+                        pages.full + pages.stage(item + 1),
+                        pages.stage(item + 1),
                         last_page,
                         last_page_phase,
                     )
-                    if cute.arch.lane_idx() == 0:
-                        work = cute.arch.atomic_add((mCounters.iterator + which).llvm_ptr, Int32(1), sem="relaxed", scope="gpu") + taken_before
-                    work = cute.arch.shuffle_sync(work, 0)
-                if index < num_batches:
-                    self.load_batch(q_rows, q_atom, tQsQ, sBatch, sPicks, batches, batch + index, item, index * self.tile.half_tokens, kv_head, block)
             batch += num_batches
             item += 1
             picks, kv_head, block = next_picks, next_head, next_block
@@ -350,46 +349,62 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
             batch += 1
 
     @cute.jit
-    def load_item(
+    def read_item(
         self,
-        k_pages: cute.Tensor,
-        v_pages: cute.Tensor,
-        mPageTable: cute.Tensor,
-        mSeqLens: cute.Tensor,
-        mRows: cute.Tensor,
         mItems: cute.Tensor,
         mPicks: cute.Tensor,
+        mPageTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        rPicks: cute.Tensor,  # written: the item's picks, lane by lane
         work: Int32,
         max_seqlen_k: Int32,
         num_blocks: Int32,
-        first_number: Int32,
-        k_atom: cute.CopyAtom,
-        v_atom: cute.CopyAtom,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sPicks: cute.Tensor,
-        item: Int32,
-        pages: Ring,
-        last_page: cute.Pointer,
-        last_page_phase: Int32,
+        num_kv_heads: Int32,
+        num_pages: Int32,
     ):
-        """Starts the loads of an item's block and writes its picks. Returns how many they are, the KV head, the block, `last_page`'s next phase."""
-        lane = cute.arch.lane_idx()
-        stage = pages.stage(item)
-        num_requests, num_kv_heads = mSeqLens.shape[0], k_pages.shape[2]
+        """(picks, KV head, block, its page, keys of the sequence from the block on)."""
+        num_requests = mSeqLens.shape[0]
         key, begin, picks = (mItems[work, word] for word in (Item.KEY, Item.BEGIN, Item.COUNT))
         block = key % num_blocks
         request = key // num_blocks % num_requests
         kv_head = key // num_blocks // num_requests % num_kv_heads
-        rPick = cute.make_rmem_tensor(ITEM_PICKS // 32, Int32)
         for i in cutlass.range_constexpr(ITEM_PICKS // 32):
             # Batches are always full: what is past an item's end repeats its last pick, and goes nowhere.
-            rPick[i] = mPicks[begin + min(lane + 32 * i, picks - 1)]
-        page = self.page_of(mPageTable, request, block, mPageTable.shape[1], k_pages.shape[3])
-        num_keys = self.clamp(mSeqLens[request], 0, max_seqlen_k) - block * BLOCK
+            rPicks[i] = mPicks[begin + min(cute.arch.lane_idx() + 32 * i, picks - 1)]
+        page = self.page_of(mPageTable, request, block, mPageTable.shape[1], num_pages)
+        return picks, kv_head, block, page, self.clamp(mSeqLens[request], 0, max_seqlen_k) - block * BLOCK
+
+    @cute.jit
+    def write_picks(self, mRows: cute.Tensor, rPicks: cute.Tensor, sPicks: cute.Tensor, picks: Int32, first_number: Int32, stage: Int32):
+        for i in cutlass.range_constexpr(ITEM_PICKS // 32):
+            number, entry = rPicks[i] >> ENTRY_BITS, rPicks[i] & ((1 << ENTRY_BITS) - 1)
+            index = cute.arch.lane_idx() + 32 * i
+            sPicks[Pick.ROW, index, stage] = mRows[number, Row.ROW]
+            sPicks[Pick.VISIBLE, index, stage] = mRows[number, Row.VISIBLE]
+            sPicks[Pick.PART, index, stage] = (number - first_number) * self.variant.topk + entry if index < picks else Int32(NO_PART)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def load_block(
+        self,
+        k_pages: cute.Tensor,
+        v_pages: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        v_atom: cute.CopyAtom,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        kv_head: Int32,
+        page: Int32,
+        num_keys: Int32,
+        full: cute.Pointer,
+        stage: Int32,
+        last_page: cute.Pointer,
+        last_page_phase: Int32,
+    ):
+        """Returns the phase that `last_page` comes to next."""
+        lane = cute.arch.lane_idx()
         tKsK, tKgK = self.partition_pages(k_atom, sK, k_pages, kv_head)
         tVsV, tVgV = self.partition_pages(v_atom, sV, v_pages, kv_head)
-        full = pages.full + stage
         key_bytes, value_bytes = self.page_bytes(self.qk_dtype), self.page_bytes(self.v_dtype)
         if num_keys >= BLOCK:
             if lane == 0:
@@ -412,14 +427,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                 cute.arch.mbarrier_arrive_and_expect_tx(full, key_bytes)
             cute.arch.sync_warp()
             cute.copy(k_atom, tKgK[None, page], tKsK[None, stage], tma_bar_ptr=full)
-        for i in cutlass.range_constexpr(ITEM_PICKS // 32):
-            number, entry = rPick[i] >> ENTRY_BITS, rPick[i] & ((1 << ENTRY_BITS) - 1)
-            index = lane + 32 * i
-            sPicks[Pick.ROW, index, stage] = mRows[number, Row.ROW]
-            sPicks[Pick.VISIBLE, index, stage] = mRows[number, Row.VISIBLE]
-            sPicks[Pick.PART, index, stage] = (number - first_number) * self.variant.topk + entry if index < picks else Int32(NO_PART)
-        cute.arch.sync_warp()
-        return picks, kv_head, block, last_page_phase
+        return last_page_phase
 
     @cute.jit
     def load_batch(
