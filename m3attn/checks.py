@@ -51,22 +51,32 @@ def check_tensor(
     return tensor
 
 
-def _look(value: Any) -> Any:
+_NUMBERS_AND_NAMES = frozenset((int, float, bool, str, torch.dtype))
+
+
+def _looks(values: Iterable[Any]) -> list[Any]:
     """All that a check may look at: of a tensor its layout, dtype and device; of a batch or cache that of its tensors, and its numbers and names."""
-    if value is None:
-        return None
-    kind = value.__class__
-    if kind is torch.Tensor or isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
+    return [
+        None
+        if value is None
+        else (value.shape, value.stride(), value.dtype, value.device)
+        if (kind := value.__class__) is torch.Tensor
+        else (kind, value)
+        if kind in _NUMBERS_AND_NAMES
+        else _other_look(value, kind)
+        for value in values
+    ]
+
+
+def _other_look(value: Any, kind: type) -> tuple[Any, ...]:
     if kind is PagedBatch:
-        numbers = (value.max_seqlen_q, value.max_seqlen_k, value.page_size, value.block_size)
-        return (kind, *map(type, numbers), *numbers, _look(value.page_table), _look(value.seq_lens), _look(value.cu_seqlens_q))
+        tensors = (value.page_table, value.seq_lens, value.cu_seqlens_q)
+        return (kind, *_looks((*tensors, value.max_seqlen_q, value.max_seqlen_k, value.page_size, value.block_size)))
     if kind is LayerCache:
-        names = (value.kv_dtype, value.index_dtype, value.zero_on_alloc)
-        return (kind, *names, _look(value.kv), _look(value.k), _look(value.v), _look(value.index_k))
-    if isinstance(value, tuple):
-        return (kind, *map(_look, value))
-    return kind, value
+        return (kind, value.kv_dtype, value.index_dtype, value.zero_on_alloc, *_looks((value.kv, value.k, value.v, value.index_k)))
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return (kind, *_looks(value)) if isinstance(value, tuple) else (kind, value)
 
 
 def once_per_look(check: Callable[P, T]) -> Callable[P, T]:
@@ -79,7 +89,7 @@ def once_per_look(check: Callable[P, T]) -> Callable[P, T]:
 
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            look = tuple([_look(argument) for argument in args])
+            look = tuple(_looks(args))
             found = accepted.get(look)
         except TypeError:  # an argument that cannot be a key, which the check will refuse
             return check(*args, **kwargs)

@@ -163,13 +163,9 @@ def workspace_bytes(shape: WorkShape) -> int:
     """
     if shape.tokens == 0 or shape.num_requests == 0:
         return 0
-    keys = shape.topk * shape.block_size
     if shape.max_seqlen_q <= DECODE_MAX_SEQLEN_Q:
-        heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
-        rows = shape.tokens * shape.num_kv_heads
-        table = [settings_of(phase, mode, rows) for phase, mode in SETTINGS if phase == "decode"]
-        splits = max(num_splits(settings, shape.tokens, *heads, keys, shape.limit) for settings in table)
-        return _partial_bytes(splits, shape.tokens, shape.num_q_heads, shape.head_dim)
+        return _most_partial_bytes(shape, settings_override)
+    keys = shape.topk * shape.block_size
     if not shape.kv_dtype.startswith("fp8"):
         return 0
     groups = groups_to_widen(
@@ -179,6 +175,15 @@ def workspace_bytes(shape: WorkShape) -> int:
         return 0
     copies = shape.num_requests * shape.num_blocks * shape.block_size * groups * shape.head_dim * 4
     return copies + _table_bytes(shape.num_requests, shape.num_blocks)
+
+
+@lru_cache(maxsize=4096)
+def _most_partial_bytes(shape: WorkShape, _override: Settings | None) -> int:
+    """Of any mode, which a shape does not say; remembered, because a call asks for it each time."""
+    heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+    table = [settings_of(phase, mode, shape.tokens * shape.num_kv_heads) for phase, mode in SETTINGS if phase == "decode"]
+    splits = max(num_splits(settings, shape.tokens, *heads, shape.topk * shape.block_size, shape.limit) for settings in table)
+    return _partial_bytes(splits, shape.tokens, shape.num_q_heads, shape.head_dim)
 
 
 def _partial_bytes(splits: int, tokens: int, num_q_heads: int, head_dim: int) -> int:

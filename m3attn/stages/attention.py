@@ -96,7 +96,7 @@ def check_attention(
     Raises:
         TypeError, ValueError: an argument that does not fit, by name.
     """
-    accepted = _accept(arch_settings(), workspace_limit(), q, cache, batch, sparse, ids, sink_key, fp8_pv, return_lse, out, lse_out)
+    accepted = _accept(*arch_settings(), workspace_limit(), q, cache, batch, sparse, ids, sink_key, fp8_pv, return_lse, out, lse_out)
     device = q.device
     key, value = cache.key_value()
     lse = lse_out
@@ -130,7 +130,8 @@ def check_attention(
 
 @once_per_look
 def _accept(
-    _arch_settings: tuple[str | None, str | None],
+    _compile_target: str | None,
+    _arch_override: str | None,
     limit: int,
     q: Any,
     cache: LayerCache,

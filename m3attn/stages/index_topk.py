@@ -85,7 +85,7 @@ def _eager(
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> torch.Tensor:
-    problem, shape = accept_index_inputs(arch_settings(), workspace_limit(), index_q, cache, batch, topk)
+    problem, shape = accept_index_inputs(*arch_settings(), workspace_limit(), index_q, cache, batch, topk)
     check_selection(topk, init_blocks, local_blocks)
     index_k, device = cache.index_key(), index_q.device
     tokens, heads, _ = index_q.shape

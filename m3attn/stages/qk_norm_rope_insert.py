@@ -162,7 +162,7 @@ def _eager(
     impl: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     norm = _norm_weights(weights)
-    problem = _accept(arch_settings(), qkv, norm, positions, cos_sin, cache, slots, index_slots, heads, q_out, index_q_out, skip_index)
+    problem = _accept(*arch_settings(), qkv, norm, positions, cos_sin, cache, slots, index_slots, heads, q_out, index_q_out, skip_index)
     device, with_index = qkv.device, heads.index > 0 and not skip_index
     k_cache = v_cache = index_cache = None
     k_scale = v_scale = index_k_scale = UNIT
@@ -222,7 +222,8 @@ def _eager(
 
 @once_per_look
 def _accept(
-    _arch_settings: tuple[str | None, str | None],
+    _compile_target: str | None,
+    _arch_override: str | None,
     qkv: Any,
     norm: NormWeights,
     positions: torch.Tensor,

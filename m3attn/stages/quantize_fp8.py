@@ -74,7 +74,7 @@ def _eager(
     scale_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     mode = _mode(scale)
-    problem, fp8 = _accept(arch_settings(), x, mode, dtype, out)
+    problem, fp8 = _accept(*arch_settings(), x, mode, dtype, out)
     static = UNIT if mode != "static" else Scale.of(scale, argument="scale", device=x.device)  # type: ignore[arg-type]
     if out is None:
         out = torch.empty(x.shape, dtype=fp8, device=x.device)
@@ -90,7 +90,7 @@ def _eager(
 
 @once_per_look
 def _accept(
-    _arch_settings: tuple[str | None, str | None], x: Any, mode: str, dtype: torch.dtype | str, out: torch.Tensor | None
+    _compile_target: str | None, _arch_override: str | None, x: Any, mode: str, dtype: torch.dtype | str, out: torch.Tensor | None
 ) -> tuple[Problem, torch.dtype]:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a tensor, got {type(x).__name__}")

@@ -76,7 +76,7 @@ def ids_buffer(out: torch.Tensor | None, heads: int, tokens: int, topk: int, mem
 def _eager(
     scores: torch.Tensor, batch: PagedBatch, topk: int, init_blocks: int, local_blocks: int, out: torch.Tensor | None, impl: str | None
 ) -> torch.Tensor:
-    problem = _accept(arch_settings(), scores, batch, topk)
+    problem = _accept(*arch_settings(), scores, batch, topk)
     check_selection(topk, init_blocks, local_blocks)
     device, (heads, tokens, _) = scores.device, scores.shape
     out = ids_buffer(out, heads, tokens, topk, memory_of({"scores": scores}), device)
@@ -87,7 +87,7 @@ def _eager(
 
 
 @once_per_look
-def _accept(_arch_settings: tuple[str | None, str | None], scores: Any, batch: PagedBatch, topk: int) -> Problem:
+def _accept(_compile_target: str | None, _arch_override: str | None, scores: Any, batch: PagedBatch, topk: int) -> Problem:
     heads, _, columns = check_tensor("scores", scores, ["Hkv", "T", "blocks"], [torch.float32], unit_last_stride=False).shape
     check_batch(batch, scores.device, sparse=True)
     if columns != batch.num_blocks:
