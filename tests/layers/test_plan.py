@@ -218,13 +218,44 @@ def test_builders_bound_what_they_read_and_write() -> None:
         pages_from_block_table(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), page_table_out=torch.zeros(1, 1).long())
 
 
-def test_builders_compile_without_a_graph_break() -> None:
+BUILDERS = {
+    "block_table": (pages_from_block_table, (TABLE[:3], torch.tensor([37, 16, 0])), {}),
+    "csr": (pages_from_csr, (torch.tensor([0, 3, 4, 4]), torch.tensor([7, 3, 9, 4]), torch.tensor([5, SIZE, 0])), {"page_size": SIZE}),
+    "req_to_token": (
+        pages_from_req_to_token,
+        (torch.arange(6 * 64, dtype=torch.int32).view(6, 64), torch.tensor([4, 0, 2]), torch.tensor([37, 16, 0])),
+        {"page_size": SIZE},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_builders_compile_without_a_graph_break(name: str) -> None:
     """No device value is read on the host: with one the trace would break."""
-    into, twin = buffers(), buffers()
-    arguments = (torch.tensor([0, 3, 4, 4]), torch.tensor([7, 3, 9, 4]), torch.tensor([5, SIZE, 0]))
-    torch.compile(pages_from_csr, backend="aot_eager", fullgraph=True)(*arguments, page_size=SIZE, **into)
-    pages_from_csr(*arguments, page_size=SIZE, **twin)
-    assert all(torch.equal(into[name], twin[name]) for name in into)
+    (build, arguments, options), into, twin = BUILDERS[name], buffers(), buffers()
+    torch._dynamo.reset()
+    torch.compile(build, backend="eager", fullgraph=True)(*arguments, **options, **into)
+    build(*arguments, **options, **twin)
+    assert all(torch.equal(into[key], twin[key]) for key in into) and bool((into["seq_lens_out"][:2] > 0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_graph_holds_a_builder(name: str) -> None:
+    """Replayed on other lengths and pages, equal to an eager call."""
+    build, arguments, options = BUILDERS[name]
+    arguments = tuple(t.cuda() for t in arguments)
+    into, twin = ({key: t.cuda() for key, t in buffers().items()} for _ in range(2))
+    build(*arguments, **options, **into)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        build(*arguments, **options, **into)
+    for tensor in arguments[-1:] if name == "csr" else arguments[:: len(arguments) - 1]:
+        tensor.copy_(tensor.flip(0))
+    graph.replay()
+    build(*arguments, **options, **twin)
+    assert all(torch.equal(into[key], twin[key]) for key in into)
 
 
 @pytest.mark.parametrize("capacities", [SPLIT, WHOLE], ids=["split", "whole"])
