@@ -163,8 +163,7 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         fp8=replace(_PREFILL, **_FP8),
         widen=replace(_PREFILL, **_WIDEN),
         fp16_group1_ids64=replace(_PREFILL, **_FP16, group=1, ids=64, sink_dtype="bf16", defers=False),
-        fp8_group8=replace(_PREFILL, **_FP8, group=8),
-        fp8_group4_scales_sink=replace(_PREFILL, **_FP8, **_DEVICE_SCALES, group=4, lse=True, sink_dtype="fp16", defers=False),
+        fp8_group8_scales_sink=replace(_PREFILL, **_FP8, **_DEVICE_SCALES, group=8, lse=True, sink_dtype="fp16", defers=False),
         group32_ids32_sink=replace(_PREFILL, group=32, ids=32, aligned=False, negative_scale=True, sink_dtype="fp32", defers=False),
     ),
     **_named(
