@@ -7,27 +7,25 @@ loads, one starts products, and a warpgroup a half takes the maxima from there, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 import torch
 from cutlass import Float32, Int32
 from cutlass._mlir.dialects import nvvm
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from m3attn.batch import PagedBatch
 from m3attn.calls import IndexScoreCall, IndexTopkCall
-from m3attn.dsl_kernels import index_rows, index_score_work
+from m3attn.dsl_kernels import index_score_work
 from m3attn.dsl_kernels.common.kernels import CuteKernel
-from m3attn.dsl_kernels.index_rows import QueryRows
 from m3attn.dsl_kernels.index_score_work import (
     BLOCK,
     DIM,
     NEGATIVE_INFINITY,
-    OTHER_WARPS,
     STORE_BLOCKS,
     ScoreWork,
     Variant,
@@ -52,204 +50,119 @@ def rows_of_tile(num_heads: int, batch: PagedBatch) -> int:
     return 128 if num_heads * max(8, -(-batch.max_seqlen_q // 8) * 8) <= 128 else 256
 
 
+@dataclass(frozen=True)
+class Accumulators:
+    """Products in tensor memory: `buffers` of the first half of rows, then of the second. Barriers say that one is done, and that it is read."""
+
+    address: cute.Pointer  # in shared memory: where tensor memory begins
+    full: cute.Pointer
+    empty: cute.Pointer
+
+    def memory(self) -> cute.Pointer:
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.address)
+
+
 class IndexScoreSm100(ScoreWork):
     def __init__(self, variant: Variant) -> None:
-        super().__init__(variant, q_stages=2)
         self.halves = variant.rows // HALF
         self.buffers = COLUMNS // BLOCK // self.halves
+        # A mixed variant keeps the loaded operand too.
+        q_stages = 2 if variant.q_dtype == variant.k_dtype else 1
+        super().__init__(variant, groups=self.halves, q_stages=q_stages, q_readers=1 + 4 * self.halves, k_readers=1, spare=2)
+
+    def operands(self) -> tuple[cute.TiledMma, cute.ComposedLayout, cute.ComposedLayout]:
+        major = OperandMajorMode.K
+        mma = sm100.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, tcgen05.CtaGroup.ONE, (HALF, BLOCK))
+        q_layout = sm100.make_smem_layout_a(mma, (self.rows, BLOCK, DIM), self.dtype, self.q_stages)
+        return mma, q_layout, sm100.make_smem_layout_b(mma, (HALF, BLOCK, DIM), self.dtype, self.stages)
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,  # [T, Hi, 128]
-        mK: cute.Tensor,  # [pages, page_size, 128]
-        mOut: cute.Tensor,  # [Hi, row_end - row_begin, blocks] fp32
-        mPageTable: cute.Tensor,  # [B, max_pages]
-        mSeqLens: cute.Tensor,  # [B]
-        mOffsets: cute.Tensor,  # [B + 1], cu_seqlens_q
-        scale: Float32,
-        mQScale: Any,  # [1] fp32, or None
-        mKScale: Any,  # [1] fp32, or None
-        row_begin: Int32,
-        row_end: Int32,
-        max_seqlen_k: Int32,
-        num_blocks: Int32,
-        skip_blocks: Int32,  # tiles whose rows all see at most so many blocks need no scores
-        chunk_blocks: Int32,
-        num_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        mma = sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, tcgen05.CtaGroup.ONE, (HALF, BLOCK)
-        )
-        q_layout = sm100.make_smem_layout_a(mma, (self.rows, BLOCK, DIM), self.dtype, self.q_stages)
-        k_layout = sm100.make_smem_layout_b(mma, (HALF, BLOCK, DIM), self.dtype, self.stages)
-        tma_q, tQ, tma_k, tK = self.load_atoms(mQ, mK, k_layout.inner)
-        self.kernel(
-            mma,
-            q_layout,
-            k_layout,
-            tma_q,
-            tQ,
-            tma_k,
-            tK,
-            mOut,
-            mPageTable,
-            mSeqLens,
-            mOffsets,
-            scale,
-            mQScale,
-            mKScale,
-            row_begin,
-            row_end,
-            max_seqlen_k,
-            num_blocks,
-            skip_blocks,
-            chunk_blocks,
-        ).launch(grid=(num_ctas, 1, 1), block=(32 * OTHER_WARPS + 128 * self.halves, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
-
-    @cute.kernel
-    def kernel(
-        self,
-        mma: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        tma_q: cute.CopyAtom,
-        tQ: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        tK: cute.Tensor,
-        mOut: cute.Tensor,
-        mPageTable: cute.Tensor,
-        mSeqLens: cute.Tensor,
-        mOffsets: cute.Tensor,
-        scale: Float32,
-        mQScale: Any,
-        mKScale: Any,
-        row_begin: Int32,
-        row_end: Int32,
-        max_seqlen_k: Int32,
-        num_blocks: Int32,
-        skip_blocks: Int32,
-        chunk_blocks: Int32,
-    ):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, q_layout.outer, 1024, swizzle=q_layout.inner)
-        sK = smem.allocate_tensor(self.dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
-        sItem = smem.allocate_tensor(Int32, cute.make_layout((5, self.q_stages)), 16)
-        q_full = smem.allocate_array(cutlass.Int64, self.q_stages)
-        q_empty = smem.allocate_array(cutlass.Int64, self.q_stages)
-        k_full = smem.allocate_array(cutlass.Int64, self.stages)
-        k_empty = smem.allocate_array(cutlass.Int64, self.stages)
-        acc_full = smem.allocate_array(cutlass.Int64, self.halves * self.buffers)
-        acc_empty = smem.allocate_array(cutlass.Int64, self.halves * self.buffers)
-        tmem_address = smem.allocate_array(Int32, 1)
+    def set_up(self, smem, warp):
+        places = self.halves * self.buffers
+        full, empty = (smem.allocate_array(cutlass.Int64, places) for _ in range(2))
+        own = Accumulators(smem.allocate_array(Int32, 1), full, empty)
         if warp == 0:
-            cpasync.prefetch_descriptor(tma_q)
-            cpasync.prefetch_descriptor(tma_k)
             with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(self.q_stages):
-                    cute.arch.mbarrier_init(q_full + stage, 1)
-                    cute.arch.mbarrier_init(q_empty + stage, 1 + 4 * self.halves)
-                for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(k_full + stage, 1)
-                    cute.arch.mbarrier_init(k_empty + stage, 1)
-                for i in cutlass.range_constexpr(self.halves * self.buffers):
-                    cute.arch.mbarrier_init(acc_full + i, 1)
-                    cute.arch.mbarrier_init(acc_empty + i, 4)
+                for i in cutlass.range_constexpr(places):
+                    cute.arch.mbarrier_init(own.full + i, 1)
+                    cute.arch.mbarrier_init(own.empty + i, 4)
             cute.arch.mbarrier_init_fence()
         if warp == 1:
-            cute.arch.alloc_tmem(COLUMNS, tmem_address)
+            cute.arch.alloc_tmem(COLUMNS, own.address)
             cute.arch.relinquish_tmem_alloc_permit()
             fence_before_sync()
-        cute.arch.sync_threads()
-        fence_after_sync()
-        accumulators = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        return own
 
-        rows = QueryRows(mOffsets, mSeqLens, row_begin, row_end, max_seqlen_k)
-        # Of every half one product a buffer, side by side in tensor memory.
-        product = mma.make_fragment_C(mma.partition_shape_C((HALF, BLOCK)))
-        acc = cute.make_tensor(accumulators, cute.append(product.layout, cute.make_layout(self.halves * self.buffers, stride=BLOCK)))
-        if warp == 0:
-            self.produce(
-                tma_q, tQ, sQ, tma_k, tK, sK, sItem, q_full, q_empty, k_full, k_empty, mPageTable, rows, num_blocks, skip_blocks, chunk_blocks
-            )
-        elif warp == 1:
-            self.multiply(mma, sQ, sK, acc, sItem, q_full, q_empty, k_full, k_empty, acc_full, acc_empty)
-        elif warp < OTHER_WARPS:
-            if cutlass.const_expr(self.fill):
-                self.fill_invisible(mOut, rows, num_blocks, warp - 2, OTHER_WARPS - 2)
-        else:
-            if cutlass.const_expr(mQScale is not None):
-                scale *= mQScale[0]
-            if cutlass.const_expr(mKScale is not None):
-                scale *= mKScale[0]
-            self.take_maxima(acc, sItem, q_full, q_empty, acc_full, acc_empty, mOut, row_begin, scale)
-            fence_before_sync()
+    @cute.jit
+    def finish(self, own, warp):
+        fence_before_sync()
         cute.arch.sync_threads()
         if warp == 1:
             fence_after_sync()
-            cute.arch.dealloc_tmem(accumulators, COLUMNS)
+            cute.arch.dealloc_tmem(own.memory(), COLUMNS)
 
     @cute.jit
-    def multiply(self, mma, sQ, sK, acc, sItem, q_full, q_empty, k_full, k_empty, acc_full, acc_empty):
+    def multiply(self, mma, q, k, sQ, sK, own):
         """One warp: the products of every item. What they read and write is released when they are done, not when they are started."""
+        fence_after_sync()
+        one = mma.make_fragment_C(mma.partition_shape_C((HALF, BLOCK)))
+        acc = cute.make_tensor(own.memory(), cute.append(one.layout, cute.make_layout(self.halves * self.buffers, stride=BLOCK)))
         rQ, rK = mma.make_fragment_A(sQ), mma.make_fragment_B(sK)
         item, step = Int32(0), Int32(0)
         begin, end = Int32(0), Int32(1)
         while begin < end:
-            q_stage = item % self.q_stages
-            cute.arch.mbarrier_wait(q_full + q_stage, item // self.q_stages % 2)
-            begin, end = sItem[3, q_stage], sItem[4, q_stage]
+            q_stage = item % q.stages
+            q.wait_full(item)
+            begin, end = q.items[3, q_stage], q.items[4, q_stage]
             for _ in cutlass.range(begin, end, unroll=1):
-                stage, buffer = step % self.stages, step % self.buffers
-                cute.arch.mbarrier_wait(k_full + stage, step // self.stages % 2)
+                stage, buffer = step % k.stages, step % self.buffers
+                k.wait_full(step)
                 for half in cutlass.range_constexpr(self.halves):
                     place = half * self.buffers + buffer
-                    cute.arch.mbarrier_wait(acc_empty + place, (step // self.buffers + 1) % 2)
+                    cute.arch.mbarrier_wait(own.empty + place, (step // self.buffers + 1) % 2)
                     fence_after_sync()
                     mma.set(tcgen05.Field.ACCUMULATE, False)
-                    for k in cutlass.range_constexpr(cute.size(rQ, mode=[2])):
+                    for i in cutlass.range_constexpr(cute.size(rQ, mode=[2])):
                         product = acc[None, 0, 0, place]
-                        cute.gemm(mma, product, rQ[None, half, k, q_stage], rK[None, 0, k, stage], product)
+                        cute.gemm(mma, product, rQ[None, half, i, q_stage], rK[None, 0, i, stage], product)
                         mma.set(tcgen05.Field.ACCUMULATE, True)
                     with cute.arch.elect_one():
-                        tcgen05.commit(acc_full + place)
+                        tcgen05.commit(own.full + place)
                 with cute.arch.elect_one():
-                    tcgen05.commit(k_empty + stage)
+                    tcgen05.commit(k.empty + stage)
                 step += 1
             with cute.arch.elect_one():
-                tcgen05.commit(q_empty + q_stage)
+                tcgen05.commit(q.empty + q_stage)
             item += 1
 
     @cute.jit
-    def take_maxima(self, acc, sItem, q_full, q_empty, acc_full, acc_empty, mOut, row_begin, scale):
+    def consume(self, mma, q, k, sQ, sK, own, mOut, row_begin, scale):
         """One warpgroup: the scores of its half's rows, one a thread."""
+        fence_after_sync()
+        acc = own.memory()
         thread = cute.arch.thread_idx()[0] % 128
-        half = (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - OTHER_WARPS) // 4
+        half = (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.first_consumer) // 4
         thread_row = half * HALF + thread
         best = cute.make_rmem_tensor(STORE_BLOCKS, Float32)
         best.fill(NEGATIVE_INFINITY)
         item, step = Int32(0), Int32(0)
         begin, end = Int32(0), Int32(1)
         while begin < end:
-            q_stage = item % self.q_stages
-            cute.arch.mbarrier_wait(q_full + q_stage, item // self.q_stages % 2)
-            first_row, tokens, first_position, begin, end = (sItem[i, q_stage] for i in range(5))
-            arrive(q_empty + q_stage)
+            q_stage = item % q.stages
+            q.wait_full(item)
+            first_row, tokens, first_position, begin, end = (q.items[i, q_stage] for i in range(5))
+            arrive(q.empty + q_stage)
             item += 1
             position = first_position + thread_row // self.num_heads
             for block in cutlass.range(begin, end, unroll=1):
                 place = half * self.buffers + step % self.buffers
-                cute.arch.mbarrier_wait(acc_full + place, step // self.buffers % 2)
+                cute.arch.mbarrier_wait(own.full + place, step // self.buffers % 2)
                 fence_after_sync()
                 maximum = Float32(NEGATIVE_INFINITY)
                 if block * BLOCK + BLOCK - 1 > first_position:
-                    maximum = self.row_maximum(acc, place, thread, acc_empty, position - block * BLOCK)
+                    maximum = self.row_maximum(acc, place, thread, own.empty, position - block * BLOCK)
                 else:
-                    maximum = self.row_maximum(acc, place, thread, acc_empty)
+                    maximum = self.row_maximum(acc, place, thread, own.empty)
                 for i in cutlass.range_constexpr(STORE_BLOCKS):
                     best[i] = maximum if block % STORE_BLOCKS == i else best[i]
                 if block % STORE_BLOCKS == STORE_BLOCKS - 1 or block == end - 1:
@@ -259,7 +172,7 @@ class IndexScoreSm100(ScoreWork):
     @cute.jit
     def row_maximum(self, acc, place, thread, acc_empty, last: Int32 | None = None):
         """The maximum over the row's columns, those past `last` left out, and the product given back once it is read. NaN is ignored."""
-        columns = cute.make_tensor(acc.iterator + place * BLOCK, cute.make_layout((HALF, (PIECE, BLOCK // PIECE)), stride=(1 << 16, (1, PIECE))))
+        columns = cute.make_tensor(acc + place * BLOCK, cute.make_layout((HALF, (PIECE, BLOCK // PIECE)), stride=(1 << 16, (1, PIECE))))
         load = tcgen05.make_tmem_copy(cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(PIECE)), Float32), columns[None, (None, 0)])
         mine = load.get_slice(thread)
         chains = [Float32(NEGATIVE_INFINITY) for _ in range(4)]
@@ -330,7 +243,7 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     return IndexScoreSm100(variant), arguments(variant)
 
 
-KERNEL = CuteKernel("index_score_sm100", build, sources=[__file__, index_score_work.__file__, index_rows.__file__])
+KERNEL = CuteKernel("index_score_sm100", build, sources=[__file__, *index_score_work.SOURCES])
 
 
 def index_score(call: IndexScoreCall) -> None:

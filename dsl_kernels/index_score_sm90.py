@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 import torch
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from m3attn.batch import PagedBatch
 from m3attn.calls import IndexScoreCall, IndexTopkCall
-from m3attn.dsl_kernels import index_rows, index_score_work
+from m3attn.dsl_kernels import index_score_work
 from m3attn.dsl_kernels.common.kernels import CuteKernel
-from m3attn.dsl_kernels.index_rows import QueryRows
 from m3attn.dsl_kernels.index_score_work import (
     BLOCK,
     DIM,
     NEGATIVE_INFINITY,
-    OTHER_WARPS,
     STORE_BLOCKS,
     ScoreWork,
     Variant,
@@ -35,6 +32,7 @@ from m3attn.dsl_kernels.index_score_work import (
     arrive,
     launch,
     num_ctas,
+    product_dtype,
 )
 
 CHUNK_BLOCKS = 512
@@ -53,141 +51,30 @@ def rows_of_tile(num_heads: int, batch: PagedBatch) -> int:
 
 class IndexScoreSm90(ScoreWork):
     def __init__(self, variant: Variant) -> None:
+        groups = min(2, variant.rows // 64)
         # With fewer rows keys are waited for, and come meanwhile.
-        super().__init__(variant, q_stages=1, tile_cost=TILE_COST[variant.dtype] if variant.rows == 256 else 0)
-        self.halves, self.groups = max(1, variant.rows // 128), min(2, variant.rows // 64)
-
-    @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,  # [T, Hi, 128]
-        mK: cute.Tensor,  # [pages, page_size, 128]
-        mOut: cute.Tensor,  # [Hi, row_end - row_begin, blocks] fp32
-        mPageTable: cute.Tensor,  # [B, max_pages]
-        mSeqLens: cute.Tensor,  # [B]
-        mOffsets: cute.Tensor,  # [B + 1], cu_seqlens_q
-        scale: Float32,
-        mQScale: Any,  # [1] fp32, or None
-        mKScale: Any,  # [1] fp32, or None
-        row_begin: Int32,
-        row_end: Int32,
-        max_seqlen_k: Int32,
-        num_blocks: Int32,
-        skip_blocks: Int32,  # tiles whose rows all see at most so many blocks need no scores
-        chunk_blocks: Int32,
-        num_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        mma = sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (1, 1, 1),
-            (64, BLOCK),
-            warpgroup.OperandSource.RMEM,
+        tile_cost = TILE_COST[product_dtype(variant.q_dtype, variant.k_dtype)] if variant.rows == 256 else 0
+        # Beside two groups with so many registers there is no room for a third, nor need: a block's products take four times as long as with 64 rows.
+        super().__init__(
+            variant, groups=groups, q_stages=1, q_readers=4 * groups, k_readers=4 * groups, has_widening_group=groups == 1, tile_cost=tile_cost
         )
+        self.halves = max(1, variant.rows // 128)
+        self.registers = (232, 40 if groups == 2 else 104)
+
+    def operands(self) -> tuple[cute.TiledMma, cute.ComposedLayout, cute.ComposedLayout]:
+        source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
+        mma = sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (64, BLOCK), source)
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        q_layout = cute.tile_to_shape(atom, (self.rows, DIM), (0, 1))
-        k_layout = cute.tile_to_shape(atom, (BLOCK, DIM, self.stages), (0, 1, 2))
-        tma_q, tQ, tma_k, tK = self.load_atoms(mQ, mK, k_layout.inner)
-        self.kernel(
-            mma,
-            q_layout,
-            k_layout,
-            tma_q,
-            tQ,
-            tma_k,
-            tK,
-            mOut,
-            mPageTable,
-            mSeqLens,
-            mOffsets,
-            scale,
-            mQScale,
-            mKScale,
-            row_begin,
-            row_end,
-            max_seqlen_k,
-            num_blocks,
-            skip_blocks,
-            chunk_blocks,
-        ).launch(grid=(num_ctas, 1, 1), block=(32 * OTHER_WARPS + 128 * self.groups, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
-
-    @cute.kernel
-    def kernel(
-        self,
-        mma: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        tma_q: cute.CopyAtom,
-        tQ: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        tK: cute.Tensor,
-        mOut: cute.Tensor,
-        mPageTable: cute.Tensor,
-        mSeqLens: cute.Tensor,
-        mOffsets: cute.Tensor,
-        scale: Float32,
-        mQScale: Any,
-        mKScale: Any,
-        row_begin: Int32,
-        row_end: Int32,
-        max_seqlen_k: Int32,
-        num_blocks: Int32,
-        skip_blocks: Int32,
-        chunk_blocks: Int32,
-    ):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, q_layout.outer, 1024, swizzle=q_layout.inner)
-        sK = smem.allocate_tensor(self.dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
-        sItem = smem.allocate_tensor(Int32, cute.make_layout((5, 1)), 16)
-        q_full = smem.allocate_array(cutlass.Int64, 1)
-        q_empty = smem.allocate_array(cutlass.Int64, 1)
-        k_full = smem.allocate_array(cutlass.Int64, self.stages)
-        k_empty = smem.allocate_array(cutlass.Int64, self.stages)
-        if warp == 0:
-            cpasync.prefetch_descriptor(tma_q)
-            cpasync.prefetch_descriptor(tma_k)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_init(q_full, 1)
-                cute.arch.mbarrier_init(q_empty, 4 * self.groups)
-                for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(k_full + stage, 1)
-                    cute.arch.mbarrier_init(k_empty + stage, 4 * self.groups)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-
-        rows = QueryRows(mOffsets, mSeqLens, row_begin, row_end, max_seqlen_k)
-        if warp < OTHER_WARPS:
-            cute.arch.setmaxregister_decrease(40)
-            if warp == 0:
-                self.produce(
-                    tma_q, tQ, sQ, tma_k, tK, sK, sItem, q_full, q_empty, k_full, k_empty, mPageTable, rows, num_blocks, skip_blocks, chunk_blocks
-                )
-            elif cutlass.const_expr(self.fill):
-                self.fill_invisible(mOut, rows, num_blocks, warp - 1, OTHER_WARPS - 1)
-        else:
-            cute.arch.setmaxregister_increase(232)
-            if cutlass.const_expr(mQScale is not None):
-                scale *= mQScale[0]
-            if cutlass.const_expr(mKScale is not None):
-                scale *= mKScale[0]
-            self.consume(mma, sQ, sK, sItem, q_full, q_empty, k_full, k_empty, mOut, row_begin, scale)
+        return mma, cute.tile_to_shape(atom, (self.rows, DIM, 1), (0, 1, 2)), cute.tile_to_shape(atom, (BLOCK, DIM, self.stages), (0, 1, 2))
 
     @cute.jit
-    def consume(self, mma, sQ, sK, sItem, q_full, q_empty, k_full, k_empty, mOut, row_begin, scale):
+    def consume(self, mma, q, k, sQ, sK, own, mOut, row_begin, scale):
         """One warpgroup: its rows of every item, as one or two halves of 64. One product runs while the maxima of the one before are taken."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
-        group = (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - OTHER_WARPS) // 4
-        thread_row = (
-            group * self.halves * 64 + thread // 32 * 16 + lane // 4
-        )  # its rows are thread_row + 0, 8, and where there is a second half 64, 72
+        group = (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.first_consumer) // 4
+        # Its rows are thread_row + 0, 8, and where there is a second half 64, 72.
+        thread_row = group * self.halves * 64 + thread // 32 * 16 + lane // 4
         thr = mma.get_slice(thread)
         rK = mma.make_fragment_B(thr.partition_B(sK))
         rQ = [mma.make_fragment_A(thr.partition_shape_A((64, DIM))) for _ in range(self.halves)]
@@ -196,21 +83,21 @@ class IndexScoreSm90(ScoreWork):
         item, step = Int32(0), Int32(0)
         begin, end = Int32(0), Int32(1)
         while begin < end:
-            cute.arch.mbarrier_wait(q_full, item % 2)
-            first_row, tokens, first_position, begin, end = (sItem[i, 0] for i in range(5))
+            q.wait_full(item)
+            first_row, tokens, first_position, begin, end = (q.items[i, 0] for i in range(5))
             if begin < end:
                 for half in cutlass.range_constexpr(self.halves):
-                    cute.autovec_copy(thr.partition_A(cute.local_tile(sQ, (64, DIM), (group * self.halves + half, 0))), rQ[half])
-            arrive(q_empty)
+                    cute.autovec_copy(thr.partition_A(cute.local_tile(sQ, (64, DIM), (group * self.halves + half, 0, 0))), rQ[half])
+            arrive(q.empty)
             item += 1
             rows = (best, begin, end, first_row - row_begin, tokens, first_position, thread_row, scale)
             block = begin
             while block <= end - TURN_BLOCKS:
-                self.score(TURN_BLOCKS, mma, acc, rQ, rK, k_full, k_empty, step, mOut, block, *rows)
+                self.score(TURN_BLOCKS, mma, acc, rQ, rK, k, step, mOut, block, *rows)
                 block += TURN_BLOCKS
                 step += TURN_BLOCKS
             while block < end:
-                self.score(1, mma, acc, rQ, rK, k_full, k_empty, step, mOut, block, *rows)
+                self.score(1, mma, acc, rQ, rK, k, step, mOut, block, *rows)
                 block += 1
                 step += 1
 
@@ -222,8 +109,7 @@ class IndexScoreSm90(ScoreWork):
         acc,
         rQ,
         rK,
-        k_full,
-        k_empty,
+        k,
         step,
         mOut,
         block,
@@ -241,16 +127,15 @@ class IndexScoreSm90(ScoreWork):
         for i in cutlass.range_constexpr(products + 1):
             if cutlass.const_expr(i < products):
                 turn, half = i // self.halves, i % self.halves
-                stage = (step + turn) % self.stages
                 if cutlass.const_expr(half == 0):
-                    cute.arch.mbarrier_wait(k_full + stage, (step + turn) // self.stages % 2)
-                multiply(mma, rQ[half], rK[None, None, None, stage], acc[i % 2])
+                    k.wait_full(step + turn)
+                multiply(mma, rQ[half], rK[None, None, None, (step + turn) % k.stages], acc[i % 2])
             if cutlass.const_expr(i > 0):
                 turn, half = (i - 1) // self.halves, (i - 1) % self.halves
                 warpgroup.wait_group(1 if i < products else 0)
                 self.take_maxima(acc[(i - 1) % 2], best, half, block + turn, first_position, thread_row)
                 if cutlass.const_expr(half == self.halves - 1):
-                    arrive(k_empty + (step + turn) % self.stages)
+                    arrive(k.empty + (step + turn) % k.stages)
                     self.store(mOut, best, block + turn, begin, end, first_row, tokens, thread_row, scale)
 
     @cute.jit
@@ -319,7 +204,7 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     return IndexScoreSm90(variant), arguments(variant)
 
 
-KERNEL = CuteKernel("index_score_sm90", build, sources=[__file__, index_score_work.__file__, index_rows.__file__])
+KERNEL = CuteKernel("index_score_sm90", build, sources=[__file__, *index_score_work.SOURCES])
 
 
 def index_score(call: IndexScoreCall) -> None:

@@ -79,8 +79,10 @@ _WIDEN: dict[str, Any] = dict(v_dtype="fp16")
 _FP8: dict[str, Any] = dict(qk_dtype="fp8_e4m3", v_dtype="fp16")
 _FP16: dict[str, Any] = dict(qk_dtype="fp16", v_dtype="fp16", out_dtype="fp16")
 _DEVICE_SCALES: dict[str, Any] = dict(q_scale=True, k_scale=True, v_scale=True)
-_SCORE = index_score_work.Variant("bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
-_SELECT = select_blocks.Variant(width=16, lanes=8, vector=True)
+_SCORE = index_score_work.Variant("bf16", "bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
+_HALF: dict[str, Any] = dict(q_dtype="fp16", k_dtype="fp16", num_heads=3, page_size=16, fill=True, q_scale=True, k_scale=True)
+_E4M3: dict[str, Any] = dict(q_dtype="fp8_e4m3", k_dtype="fp8_e4m3")
+_SELECT = select_blocks.Variant(width=16, lanes=4, vector=True)
 _MLA = sparse_mla_sm90.Variant("bf16", head_dim=576, length=False, sink=False, q_scale=False, kv_scale=False)
 
 
@@ -144,7 +146,7 @@ _SELECTION = _named(
     select_blocks.KERNEL,
     prefill=_SELECT,
     decode=replace(_SELECT, lanes=32),
-    short_width32=replace(_SELECT, width=32, lanes=4),
+    short_width32=replace(_SELECT, width=32, lanes=8),
     width64=replace(_SELECT, width=64, lanes=32, vector=False),
 )
 
@@ -181,10 +183,12 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         index_score_sm90.KERNEL,
         bf16=_SCORE,
         bf16_decode=replace(_SCORE, rows=64),
-        fp8=replace(_SCORE, dtype="fp8_e4m3"),
-        fp8_decode=replace(_SCORE, dtype="fp8_e4m3", rows=64),
-        fp8_heads1_decode=replace(_SCORE, dtype="fp8_e4m3", rows=64, num_heads=1),
-        fp16_heads3_page16=replace(_SCORE, dtype="fp16", rows=128, num_heads=3, page_size=16, fill=True, q_scale=True, k_scale=True),
+        fp8=replace(_SCORE, **_E4M3),
+        fp8_decode=replace(_SCORE, **_E4M3, rows=64),
+        fp8_heads1_decode=replace(_SCORE, **_E4M3, rows=64, num_heads=1),
+        mixed=replace(_SCORE, k_dtype="fp8_e4m3"),
+        mixed_decode=replace(_SCORE, k_dtype="fp8_e4m3", rows=64),
+        fp16_heads3_page16=replace(_SCORE, **_HALF, rows=128),
     ),
     **_SELECTION,
     **_named(
@@ -216,10 +220,12 @@ SM100: dict[str, tuple[CuteKernel, Any]] = {
         index_score_sm100.KERNEL,
         bf16=_SCORE,
         bf16_decode=replace(_SCORE, rows=128),
-        fp8=replace(_SCORE, dtype="fp8_e4m3"),
-        fp8_decode=replace(_SCORE, dtype="fp8_e4m3", rows=128),
-        fp8_heads1_decode=replace(_SCORE, dtype="fp8_e4m3", rows=128, num_heads=1),
-        fp16_heads3_page16=replace(_SCORE, dtype="fp16", num_heads=3, page_size=16, fill=True, q_scale=True, k_scale=True),
+        fp8=replace(_SCORE, **_E4M3),
+        fp8_decode=replace(_SCORE, **_E4M3, rows=128),
+        fp8_heads1_decode=replace(_SCORE, **_E4M3, rows=128, num_heads=1),
+        mixed=replace(_SCORE, k_dtype="fp8_e4m3"),
+        mixed_decode=replace(_SCORE, k_dtype="fp8_e4m3", rows=128),
+        fp16_heads3_page16=replace(_SCORE, **_HALF),
     ),
     **_SELECTION,
 }

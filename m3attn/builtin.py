@@ -81,11 +81,12 @@ def _triton(
     )
 
 
-def _one_index_dtype(problem: Problem) -> list[str]:
-    """A product of the tensor cores takes operands of one type."""
-    if problem.index_q_dtype == problem.index_dtype or "none" in (problem.index_q_dtype, problem.index_dtype):
+def _index_dtypes_that_meet(problem: Problem) -> list[str]:
+    """A product of the tensor cores takes operands of one type; e4m3 widens to any, and neither 16-bit type holds the other's numbers."""
+    pair = problem.index_q_dtype, problem.index_dtype
+    if set(pair) != {"bf16", "fp16"}:
         return []
-    return [f"index q dtype {problem.index_q_dtype} over index dtype {problem.index_dtype}: takes equal ones"]
+    return ["index q dtype {} over index dtype {}: takes equal ones, or e4m3 with either".format(*pair)]
 
 
 CUTE_ARCHS = {"cute_sm90": ("sm_90",), "cute_sm100": ("sm_100", "sm_103")}
@@ -125,8 +126,9 @@ _CUTE_ATTENTION: dict[str, Any] = dict(
     block_sizes=(128,),
 )
 _CUTE_DECODE = ("sparse_decode_sm90", "decode_schedule", "merge_splits_sm90", "finish_rows", "warp_mma")
+_CUTE_SCORING = ("index_score_work", "index_widen", "index_rows")
 _CUTE_INDEX: dict[str, Any] = dict(
-    extra_reasons=_one_index_dtype,
+    extra_reasons=_index_dtypes_that_meet,
     index_q_dtypes=("bf16", "fp16", "fp8_e4m3"),
     index_dtypes=("bf16", "fp16", "fp8_e4m3"),
     index_dims=(128,),
@@ -289,32 +291,28 @@ def add_builtin_implementations() -> None:
             fp8_archs=CUTE_ARCHS["cute_sm100"],
             **_CUTE_ATTENTION,
         ),
-        _cute("cute_sm90", "index_score", "index_score_sm90", "index_score_work", "index_rows", **_CUTE_INDEX),
+        _cute("cute_sm90", "index_score", "index_score_sm90", *_CUTE_SCORING, **_CUTE_INDEX),
         _cute("cute_sm90", "select_blocks", "select_blocks", "index_rows", topk=(1, 64), block_sizes=POWERS_16_TO_256),
         _cute(
             "cute_sm90",
             "index_topk",
             "index_topk_sm90",
-            "index_slices",
             "index_score_sm90",
-            "index_score_work",
+            *_CUTE_SCORING,
             "select_blocks",
-            "index_rows",
             scratch=True,
             topk=(1, 64),
             **_CUTE_INDEX,
         ),
-        _cute("cute_sm100", "index_score", "index_score_sm100", "index_score_work", "index_rows", **_CUTE_INDEX),
+        _cute("cute_sm100", "index_score", "index_score_sm100", *_CUTE_SCORING, **_CUTE_INDEX),
         _cute("cute_sm100", "select_blocks", "select_blocks", "index_rows", topk=(1, 64), block_sizes=POWERS_16_TO_256),
         _cute(
             "cute_sm100",
             "index_topk",
             "index_topk_sm100",
-            "index_slices",
             "index_score_sm100",
-            "index_score_work",
+            *_CUTE_SCORING,
             "select_blocks",
-            "index_rows",
             scratch=True,
             topk=(1, 64),
             **_CUTE_INDEX,
