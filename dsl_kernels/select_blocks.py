@@ -19,8 +19,7 @@ import torch
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from m3attn.batch import DECODE_MAX_SEQLEN_Q, PagedBatch
-from m3attn.calls import SelectBlocksCall
+from m3attn.calls import IndexTopkCall, SelectBlocksCall
 from m3attn.dsl_kernels import index_rows
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.index_rows import QueryRows
@@ -402,31 +401,24 @@ lanes_override: int | None = None
 """Forces the lanes of a row; a tuner's hook."""
 
 
-def lanes_of_row(batch: PagedBatch) -> int:
-    """Few where rows are short, so that little is merged; a whole warp where there are few rows."""
+def lanes_of_row(rows: int, num_blocks: int) -> int:
+    """Few lanes merge little: a row of 256 blocks takes 304 instructions of a warp with 4, 349 with 8, any row 1,100 with all 32. But a warp of 8
+    rows is 8 times as long, so that it takes many rows to fill a GPU with such, and on long rows a whole warp's short cut does as well."""
     if lanes_override is not None:
         return lanes_override
-    if batch.max_seqlen_q <= DECODE_MAX_SEQLEN_Q or batch.num_blocks > 512:
+    if num_blocks > 512 or (num_blocks > 128 and rows < 4096):
         return 32
-    return 4 if batch.num_blocks <= 64 else 8
+    return 8 if rows < 16384 else 4
 
 
 def select_blocks(call: SelectBlocksCall) -> None:
     """Fill `call.out` [Hkv, T, K], every element."""
-    select_rows(call.scores, call.scores.shape[2], call.batch, call.init_blocks, call.local_blocks, call.out, 0, call.out.shape[1])
+    select_rows(call.scores, call.scores.shape[2], call, 0, call.out.shape[1])
 
 
-def select_rows(
-    scores: torch.Tensor,
-    num_blocks: int,
-    batch: PagedBatch,
-    init_blocks: int,
-    local_blocks: int,
-    out: torch.Tensor,
-    row_begin: int,
-    row_end: int,
-) -> None:
-    """Ids of query rows [row_begin, row_end) into their rows of `out` [Hkv, T, K], from `scores` [Hkv, row_end - row_begin, num_blocks or more]."""
+def select_rows(scores: torch.Tensor, num_blocks: int, call: SelectBlocksCall | IndexTopkCall, row_begin: int, row_end: int) -> None:
+    """Ids of query rows [row_begin, row_end) into their rows of `call.out`, from `scores` [Hkv, row_end - row_begin, num_blocks or more]."""
+    batch, out = call.batch, call.out
     if row_begin == row_end or out.shape[2] == 0:
         return
     if batch.num_requests == 0:
@@ -434,7 +426,8 @@ def select_rows(
         return
     vector = scores.stride(2) == 1 and scores.stride(0) % 4 == scores.stride(1) % 4 == scores.data_ptr() % 16 == 0 and scores.shape[2] % 4 == 0
     width = max(16, 1 << (out.shape[2] - 1).bit_length())
-    KERNEL.get(Variant(width, lanes_of_row(batch), vector), out.device)(
+    lanes = lanes_of_row(out.shape[0] * (row_end - row_begin), num_blocks)
+    KERNEL.get(Variant(width, lanes, vector), out.device)(
         scores,
         out,
         batch.seq_lens,
@@ -444,6 +437,6 @@ def select_rows(
         batch.max_seqlen_k,
         num_blocks,
         batch.block_size.bit_length() - 1,
-        init_blocks,
-        local_blocks,
+        call.init_blocks,
+        call.local_blocks,
     )

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
 from m3attn.calls import IndexTopkCall
+from m3attn.index_slices import topk_in_slices, workspace_bytes
 from m3attn.triton_kernels.index_score import score_rows
-from m3attn.triton_kernels.launch import cdiv
 from m3attn.triton_kernels.select_blocks import launch_select
-from m3attn.workspace import WorkShape, carve
+
+__all__ = ["index_topk", "workspace_bytes"]
 
 MMA_ROWS: dict[str, str | int | None] = {}
 
 
-def _score_stride(num_blocks: int) -> int:
-    """Elements between score rows: whole sectors, so that loads of several elements stay aligned."""
-    return cdiv(num_blocks, 16) * 16
-
-
-def _slice_rows(tokens: int, num_index_heads: int, num_blocks: int, nbytes: int) -> int:
-    """Query rows whose scores fit `nbytes`, at least one."""
-    return min(tokens, max(1, nbytes // (num_index_heads * _score_stride(num_blocks) * 4)))
-
-
-def workspace_bytes(shape: WorkShape) -> int:
-    """Bytes of scratch for scores; 0 where every row keeps all its blocks."""
-    if shape.num_blocks <= shape.topk or shape.tokens == 0:
-        return 0
-    rows = _slice_rows(shape.tokens, shape.num_index_heads, shape.num_blocks, shape.limit)
-    return rows * shape.num_index_heads * _score_stride(shape.num_blocks) * 4
-
-
 def index_topk(call: IndexTopkCall) -> None:
     """Fill `call.out` [Hkv, T, K], every element; ids equal those of the two stages, bit for bit."""
-    batch, tokens, num_heads = call.batch, call.index_q.shape[0], call.index_q.shape[1]
-    num_blocks = batch.num_blocks
-    options = (num_blocks, batch, call.topk, call.init_blocks, call.local_blocks, call.out)
-    if call.workspace is None or num_blocks <= call.topk:
-        launch_select(call.out.view(torch.float32), *options, 0, tokens)  # any fp32 tensor: no score is read
-        return
-    rows = _slice_rows(tokens, num_heads, num_blocks, call.workspace.numel())
-    for begin in range(0, tokens, rows):
-        end = min(begin + rows, tokens)
-        scores, _ = carve(call.workspace, 0, (num_heads, end - begin, _score_stride(num_blocks)), torch.float32)
-        score_rows(call, scores, begin, end, fill=False, skip_blocks=call.topk)
-        launch_select(scores, *options, begin, end)
+    topk_in_slices(call, score_rows, launch_select)

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from m3attn.batch import DECODE_MAX_SEQLEN_Q, PagedBatch
-from m3attn.calls import SelectBlocksCall
+from m3attn.batch import DECODE_MAX_SEQLEN_Q
+from m3attn.calls import IndexTopkCall, SelectBlocksCall
 from m3attn.triton_kernels.launch import launch, next_power_of_2
 from m3attn.triton_kernels.primitives import tile_rows
 from m3attn.triton_kernels.rows import block_b, num_row_tiles
@@ -187,25 +187,15 @@ settings_override: SelectSettings | None = None
 
 def select_blocks(call: SelectBlocksCall) -> None:
     """Fill `call.out` [Hkv, T, K], every element."""
-    num_rows = call.out.shape[1]
-    launch_select(call.scores, call.scores.shape[2], call.batch, call.topk, call.init_blocks, call.local_blocks, call.out, 0, num_rows)
+    launch_select(call.scores, call.scores.shape[2], call, 0, call.out.shape[1])
 
 
-def launch_select(
-    scores: torch.Tensor,
-    num_blocks: int,
-    batch: PagedBatch,
-    topk: int,
-    init_blocks: int,
-    local_blocks: int,
-    out: torch.Tensor,
-    row_begin: int,
-    row_end: int,
-) -> None:
-    """Ids of query rows [row_begin, row_end) into their rows of `out` [Hkv, T, K], from `scores` [Hkv, row_end - row_begin, num_blocks].
+def launch_select(scores: torch.Tensor, num_blocks: int, call: SelectBlocksCall | IndexTopkCall, row_begin: int, row_end: int) -> None:
+    """Ids of query rows [row_begin, row_end) into their rows of `call.out` [Hkv, T, K], from `scores` [Hkv, row_end - row_begin, num_blocks].
 
-    Scores are not read where num_blocks <= topk.
+    Scores are not read where num_blocks <= K.
     """
+    batch, out = call.batch, call.out
     if batch.num_requests == 0:
         out.fill_(-1)
         return
@@ -227,14 +217,14 @@ def launch_select(
         batch.max_seqlen_k,
         num_blocks,
         batch.block_size,
-        topk,
-        init_blocks,
-        local_blocks,
+        call.topk,
+        call.init_blocks,
+        call.local_blocks,
         device=out.device,
         num_warps=settings.num_warps,
         num_stages=1,
         BLOCK_T=settings.block_t,
         BLOCK_C=width,
-        BLOCK_K=next_power_of_2(topk),
+        BLOCK_K=next_power_of_2(call.topk),
         BLOCK_B=block_b(batch),
     )

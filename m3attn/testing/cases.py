@@ -405,7 +405,7 @@ def full_index() -> list[IndexCase]:
     return list(dict.fromkeys(cases))
 
 
-SCORE_KINDS = ("permutation", "equal", "few_values", "specials", "all_nan", "one_ulp", "garbage_tail")
+SCORE_KINDS = ("permutation", "equal", "few_values", "negative", "specials", "denormals", "all_nan", "one_ulp", "one_bin", "garbage_tail")
 
 
 def xs_select() -> list[SelectCase]:
@@ -440,10 +440,10 @@ def full_select() -> list[SelectCase]:
         for k in (1, 2, 4, 6, 16, 17, 32, 64, 128)
     ]
     cases += [replace(base, step=step, token_major=True) for step in (DECODE, PREFILL)]
-    columns = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 511, 512, 513, 1_024, 2_049, 5_000, 16_384, 32_768)
+    columns = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 511, 512, 513, 1_024, 2_049, 5_000, 8_193, 16_384, 32_768)
     for n in columns:
         step = Step(f"columns{n}", (1, 2), (n * 16, max(1, n * 16 - 5)), page_size=16, block_size=16)
-        cases += [replace(base, step=step, scores=kind) for kind in ("permutation", "few_values", "specials")]
+        cases += [replace(base, step=step, scores=kind) for kind in (SCORE_KINDS if n > 8_192 else ("permutation", "few_values", "specials"))]
     cases += [replace(base, num_heads=h) for h in (1, 3, 8)]
     return list(dict.fromkeys(cases))
 

@@ -232,8 +232,11 @@ def score_fill(kind: str, heads: int, rows: int, columns: int, gen: torch.Genera
         return torch.randint(-1, 2, shape, generator=gen) * 0.5
     if kind == "all_nan":
         return torch.full(shape, float("nan"))
-    if kind == "one_ulp":
-        return (torch.tensor(0x3F800000, dtype=torch.int32) + permutation.int()).view(torch.float32)
+    if kind == "negative":
+        return permutation - columns
+    bits = {"one_ulp": 0x3F800000, "one_bin": 0x41000000 + columns // 2, "denormals": columns}  # around 1.0; from 8.0 on; above 0
+    if kind in bits:
+        return (torch.tensor(bits[kind], dtype=torch.int32) + permutation.int()).view(torch.float32)
     values = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-45, -1e-45, 1e-40, 1e30, -1e30, 3.4e38, -3.4e38, 1.0, -1.0)
     return torch.tensor(values)[torch.randint(len(values), shape, generator=gen)]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from simulator import simulated
 
 from m3attn.batch import PagedBatch
 from m3attn.calls import IndexTopkCall, SelectBlocksCall
+from m3attn.dsl_kernels import index_topk_sm90, index_topk_sm100
 from m3attn.dsl_kernels import select_blocks as kernel
-from m3attn.dsl_kernels.index_topk_sm90 import index_topk, workspace_bytes
 from m3attn.dsl_kernels.select_blocks import bitonic_merge, select_blocks, sorting_network
 from m3attn.reference.index import select_blocks as reference
 from m3attn.scales import UNIT
 from m3attn.testing.cases import SCORE_KINDS, IndexCase, SelectCase, Step
 from m3attn.testing.inputs import index_inputs, select_inputs
-from m3attn.workspace import WorkShape
+from m3attn.workspace import DEFAULT_LIMIT, WorkShape
 
 WIDE = Step("wide", (6, 3), (128 * 260, 128 * 33 + 5), padded_rows=2)
 
@@ -68,10 +69,12 @@ def test_every_width(topk: int, init_blocks: int, local_blocks: int, lanes: int,
     assert torch.equal(run(scores, batch, buffer(case), **selection), reference(scores, batch, **selection))
 
 
-@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 64, 65, 511, 513, 4_100, 16_384])
-def test_lengths(columns: int) -> None:
+@pytest.mark.parametrize("lanes", [4, 32])
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 64, 65, 511, 513, 4_100, 8_193, 16_384])
+def test_lengths(columns: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "lanes_override", lanes)
     step = Step(f"columns{columns}", (1, 2), (columns * 16, max(1, columns * 16 - 5)), page_size=16, block_size=16)
-    for kind in ("one_ulp", "few_values"):
+    for kind in ("one_bin", "few_values"):
         case = SelectCase(step, num_heads=2, scores=kind)
         scores, batch, selection = select_inputs(case, "cpu")
         assert torch.equal(run(scores, batch, buffer(case), **selection), reference(scores, batch, **selection))
@@ -116,18 +119,47 @@ def test_values_out_of_range_reach_no_memory(name: str, values: list[int]) -> No
     assert bool(((ids >= -1) & (ids < batch.num_blocks)).all())
 
 
-@pytest.mark.parametrize("rows", [1, 37, 200])
-def test_slices_of_a_workspace_give_the_same_ids(rows: int) -> None:
+TOPK = pytest.mark.parametrize(("module", "arch"), [(index_topk_sm90, "sm_90a"), (index_topk_sm100, "sm_100a")], ids=["sm90", "sm100"])
+
+
+@TOPK
+@pytest.mark.parametrize("rows", [13, 37, 200])
+def test_slices_of_a_workspace_give_the_same_ids(module: ModuleType, arch: str, rows: int) -> None:
     step = Step("chunk", (70, 30, 1), (1100, 30, 700), padded_rows=1)
     inputs = index_inputs(IndexCase(step, num_heads=2), "cpu")
     shape = WorkShape(step.tokens, 3, 32, 2, 2, 128, 3, 70, inputs.batch.max_seqlen_k, 128, rows * 2 * 16 * 4)
-    needed = workspace_bytes(shape)
+    needed = module.workspace_bytes(shape)
     assert needed == min(rows, step.tokens) * 2 * 16 * 4
     results = []
-    for nbytes in (needed, workspace_bytes(dataclasses.replace(shape, limit=1 << 30))):
+    for nbytes in (needed, module.workspace_bytes(dataclasses.replace(shape, limit=DEFAULT_LIMIT))):
         out = torch.full((2, step.tokens, 3), 2**30, dtype=torch.int32)
         workspace = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN
-        with simulated():
-            index_topk(IndexTopkCall(inputs.index_q, inputs.cache.index_key(), inputs.batch, 3, 0, 1, UNIT, UNIT, out, workspace))
+        with simulated(arch=arch):
+            module.index_topk(IndexTopkCall(inputs.index_q, inputs.cache.index_key(), inputs.batch, 3, 0, 1, UNIT, UNIT, out, workspace))
         results.append(out)
     assert torch.equal(*results)
+
+
+@TOPK
+def test_a_long_prefill_stays_within_the_default_limit(module: ModuleType, arch: str) -> None:
+    """16,384 tokens over 1,048,576 positions: 2 GiB of scores in two slices, whose ids `test_slices_of_a_workspace_give_the_same_ids` compares."""
+    shape = WorkShape(16_384, 1, 64, 4, 4, 128, 16, 16_384, 1 << 20, 128, DEFAULT_LIMIT)
+    assert module.workspace_bytes(shape) == DEFAULT_LIMIT == 8_192 * 4 * 8_192 * 4
+
+
+@TOPK
+@pytest.mark.parametrize("q_len", [1, 20], ids=["decode", "prefill"])
+def test_needles(module: ModuleType, arch: str, q_len: int) -> None:
+    """The small counterpart of tests/faults/test_index.py's over a million tokens."""
+    blocks, heads = 10, 4
+    needles = [0, 1, 4, 5, 8]
+    inputs = index_inputs(IndexCase(Step("needles", (q_len,), (blocks * 128 + 3,)), num_heads=heads), "cpu")
+    pool, index_q = inputs.cache.index_key(), inputs.index_q[-1:].expand_as(inputs.index_q).contiguous()
+    pool.copy_(pool.nan_to_num() * 0.01)
+    for needle in needles:
+        pool[int(inputs.batch.page_table[0, needle]), :heads] = index_q[0]
+    out = torch.full((heads, q_len, 5), 2**30, dtype=torch.int32)
+    workspace = torch.full((1 << 14,), 0xFF, dtype=torch.uint8)
+    with simulated("random", arch=arch):
+        module.index_topk(IndexTopkCall(index_q, pool, inputs.batch, 5, 0, 0, UNIT, UNIT, out, workspace))
+    assert torch.equal(out, torch.tensor(needles, dtype=torch.int32).expand_as(out))

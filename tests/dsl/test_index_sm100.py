@@ -13,19 +13,16 @@ need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 import ptxsim
 from simulator import ORDERS, artifacts, simulated
 
-from m3attn.calls import IndexScoreCall, IndexTopkCall
+from m3attn.calls import IndexScoreCall
 from m3attn.dsl_kernels import index_score_sm100
 from m3attn.dsl_kernels.index_score_sm100 import index_score, rows_of_tile
 from m3attn.dsl_kernels.index_score_work import tokens_of_tile
-from m3attn.dsl_kernels.index_topk_sm100 import index_topk, workspace_bytes
 from m3attn.dsl_kernels.variants import SM100
 from m3attn.reference.index import index_score as reference
-from m3attn.reference.index import select_blocks
 from m3attn.scales import UNIT
 from m3attn.testing.bounds import assert_within, score_bound
 from m3attn.testing.cases import IndexCase, Step
 from m3attn.testing.inputs import IndexInputs, index_inputs
-from m3attn.workspace import WorkShape
 
 ARCH = "sm_100a"
 RAGGED = Step("ragged", (70, 40, 0, 17), (1100, 300, 5, 9), padded_rows=2, slack=200)
@@ -126,20 +123,6 @@ def test_nan_products_are_ignored_unless_all_are() -> None:
     scores, expected = run(inputs), reference(inputs.index_q, inputs.cache.index_key(), inputs.batch)
     assert torch.equal(scores.isneginf(), expected.isneginf()) and bool(scores[0, 0, 3].isneginf())
     assert torch.allclose(scores[0, :70, :3], expected[0, :70, :3], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_slices_of_a_workspace_give_the_same_ids(order: str) -> None:
-    step = Step("chunk", (70, 30, 1), (1100, 30, 700), padded_rows=1)
-    inputs = index_inputs(IndexCase(step, num_heads=2), "cpu")
-    shape = WorkShape(step.tokens, 3, 32, 2, 2, 128, 3, 70, inputs.batch.max_seqlen_k, 128, 37 * 2 * 16 * 4)
-    expected = select_blocks(run(inputs), inputs.batch, topk=3, init_blocks=0, local_blocks=1)
-    for limit in (shape.limit, 1 << 30):
-        out = torch.full((2, step.tokens, 3), 2**30, dtype=torch.int32)
-        workspace = torch.full((workspace_bytes(dataclasses.replace(shape, limit=limit)),), 0xFF, dtype=torch.uint8)  # NaN
-        with simulated(order, arch=ARCH):
-            index_topk(IndexTopkCall(inputs.index_q, inputs.cache.index_key(), inputs.batch, 3, 0, 1, UNIT, UNIT, out, workspace))
-        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bf16", "f16"), ("fp8", "f8f6f4"), ("fp16_heads3_page16", "f16")])

@@ -181,6 +181,26 @@ def test_a_needle_block_is_selected(key: str) -> None:
 
 
 @TOPK
+@pytest.mark.parametrize("q_len", [1, 20], ids=["decode", "prefill"])
+def test_needles_of_a_long_cache(key: str, q_len: int) -> None:
+    """A million tokens on a GPU. Every head has one in the first two blocks, in the two on both sides of the middle, and in the last."""
+    blocks = pick(40, 8_192)
+    needles = [0, 1, blocks // 2 - 1, blocks // 2, blocks - 1]
+    step = Step("long", (q_len,), (blocks * BLOCK,), page_size=BLOCK, block_size=BLOCK)
+    inputs = prepare("index_topk", key, base(step, topk=5, local_blocks=0))
+    pool = inputs.cache.index_key()
+    pool.copy_(pool.nan_to_num() * 0.01)
+    index_q = inputs.index_q[-1:].expand_as(inputs.index_q).contiguous()
+    for needle in needles:
+        pool[int(inputs.batch.page_table[0, needle]), : index_q.shape[1]] = index_q[0]
+    ids = run("index_topk", key, replace(inputs, index_q=index_q))
+    first_position = blocks * BLOCK - q_len
+    for row in range(q_len):
+        seen = [n for n in needles if n * BLOCK + index_q.shape[1] - 1 <= first_position + row]
+        assert all(set(seen) <= set(head) for head in ids[:, row].tolist()), row
+
+
+@TOPK
 def test_heads_keep_their_own_lists(key: str) -> None:
     heads, per_head = pick(2, 4), pick(2, 16)
     blocks = heads * per_head + 2
