@@ -553,8 +553,8 @@ def test_tables_are_generated_between_markers(tmp_path):
     assert tables.main(["--check", *command]) == 1 and "old" in page.read_text()
     assert tables.main(command) == 0
     content = page.read_text()
-    assert "| 64/4 | P1 | bf16 |  | 500 us | 2.00 ms (25%) | 2.50 ms (20%) |" in content
-    assert "| 8/1 | prod | bf16 |  | 25.0 us | 50.0 us (50%) |  |" in content
+    assert "| 64/4 | P1 | bf16 | 500 us | 2.00 ms (25%) | 2.50 ms (20%) |" in content
+    assert "| 8/1 | prod | bf16 | 25.0 us | 50.0 us (50%) |  |" in content
     assert "NVIDIA H200, commit cccccccccccc, torch 2.11.0;" in content and "| triton | vllm_triton |" in content
     assert "No measurement of step" in content and "old" not in content and content.startswith("before\n") and content.endswith("after\n")
     assert tables.main(["--check", *command]) == 0

@@ -31,17 +31,18 @@ def markdown(rows: Sequence[Row]) -> str:
     names = sorted({row["implementation"] for row in rows}, key=lambda name: (any(r.get("peer") for r in rows if r["implementation"] == name), name))
     places = list(dict.fromkeys(tuple(row[part] for part in PLACE) for row in sorted(rows, key=_order)))
     by_place = {(*(row[part] for part in PLACE), row["implementation"]): row for row in rows}
+    shown = [i for i in range(len(PLACE)) if any(place[i] is not None for place in places)]
     lines = [
         f"`{first['stage']}` on {first['gpu']}, commit {first['commit'][:12]}, {versions(first)}; in brackets the share of the floor.",
         "",
-        _line(["heads", "shape", "mode", "selection", "floor", *names]),
-        _line(["---"] * 4 + ["---:"] * (1 + len(names))),
+        _line([*(PLACE[i] for i in shown), "floor", *names]),
+        _line(["---"] * len(shown) + ["---:"] * (1 + len(names))),
     ]
     for place in places:
         here = {name: by_place.get((*place, name)) for name in names}
         floor = next(row["floor_us"] for row in here.values() if row is not None)
         cells = ["" if row is None else f"{us(row['median_us'])} ({100 * row['share']:.0f}%)" for row in here.values()]
-        lines.append(_line([*("" if part is None else part for part in place), us(floor), *cells]))
+        lines.append(_line([*("" if place[i] is None else place[i] for i in shown), us(floor), *cells]))
     return "\n".join(lines)
 
 
