@@ -321,7 +321,6 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                     self.load_batch(q_rows, q_atom, tQsQ, sBatch, sPicks, batches, batch + index, item, index * self.tile.half_tokens, kv_head, block)
                 # Every batch of the item before this one is done now, and its place free for the next item.
                 if index == SLOTS - 1 and next_picks > 0:
-                    self.write_picks(mRows, rPicks, sPicks, next_picks, which * slice_rows, pages.stage(item + 1))
                     last_page_phase = self.load_block(
                         k_pages,
                         v_pages,
@@ -337,6 +336,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                         last_page,
                         last_page_phase,
                     )
+                    self.write_picks(mRows, rPicks, sPicks, next_picks, which * slice_rows, pages.stage(item + 1))
             batch += num_batches
             item += 1
             picks, kv_head, block = next_picks, next_head, next_block
