@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -85,6 +85,18 @@ def test_the_api_page_lists_what_there_is() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_every_kernel_file_has_a_page_of_its_own() -> None:
+    pytest.importorskip("mkdocs", reason="needs mkdocs, from the extra `docs`")
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "hooks" / "pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    files = {path: module for module, path in pages.kernel_files()}
+    assert len({pages.kernel_address(path) for path in files}) == len(files)
+    for name in ("triton_kernels/select_blocks.py", "dsl_kernels/select_blocks.py", "dsl_kernels/index_score_sm90.py"):
+        page = pages.kernel_page(files[ROOT / name], ROOT / name)
+        assert "\n| `" in page.partition("| kernel | lines | |")[2].partition("````")[0], f"{name} has a page without a kernel"
 
 
 def test_every_notebook_is_in_the_readme() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,14 @@ def on_files(files: Files, config: Any) -> Files:
     for page, source in REPOSITORY_PAGES.items():
         files.append(File.generated(config, page, content=_rehome((ROOT / source).read_text())))
     for module, path in kernel_files():
-        files.append(File.generated(config, f"kernels/{path.stem}.md", content=kernel_page(module, path)))
+        files.append(File.generated(config, kernel_address(path), content=kernel_page(module, path)))
     return files
 
 
 def on_config(config: Any) -> Any:
     listed = {page for section in config.nav for pages in section.values() for page in pages}
     others = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in listed]  # a kernel's own page
-    config.nav.insert(3, {"Kernels": [*others, *(f"kernels/{path.stem}.md" for _, path in kernel_files())]})
+    config.nav.insert(3, {"Kernels": [*others, *(kernel_address(path) for _, path in kernel_files())]})
     return config
 
 
@@ -82,15 +81,33 @@ def _rehome(markdown: str, folder: Path = Path()) -> str:
     return LINK.sub(replace, markdown)
 
 
-def kernel_files() -> Iterator[tuple[str, Path]]:
-    """(module, file) of every file that holds kernels."""
-    for folder in KERNEL_FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if kernels(ast.parse(path.read_text())):
-                yield ".".join(("m3attn", *path.relative_to(ROOT).with_suffix("").parts)), path
+def kernel_files() -> list[tuple[str, Path]]:
+    """(module, file) of every file that holds kernels, or a class that fills in another file's kernel."""
+    trees = {path: ast.parse(path.read_text()) for folder in KERNEL_FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
+    bases = {node.name for tree in trees.values() for node in classes(tree) if kernels(node)}
+    return [
+        (".".join(("m3attn", *path.relative_to(ROOT).with_suffix("").parts)), path)
+        for path, tree in trees.items()
+        if kernels(tree) or heirs(tree, bases)
+    ]
 
 
-def kernels(tree: ast.Module) -> list[ast.FunctionDef]:
+def kernel_address(path: Path) -> str:
+    """A kernel file's page; of two files with one name the CuTe one says so."""
+    is_twin = path.parent.name != KERNEL_FOLDERS[0] and (ROOT / KERNEL_FOLDERS[0] / path.name).exists()
+    return f"kernels/{'cute_' * is_twin}{path.stem}.md"
+
+
+def classes(tree: ast.AST) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def heirs(tree: ast.AST, bases: set[str]) -> list[ast.ClassDef]:
+    """Classes that inherit a kernel which is written in parts."""
+    return [node for node in classes(tree) if any(ast.unparse(base) in bases for base in node.bases)]
+
+
+def kernels(tree: ast.AST) -> list[ast.FunctionDef]:
     """The functions that the host launches: `<what>_kernel` in Triton, methods under `cute.kernel` in CuTe."""
     found = []
     for node in ast.walk(tree):
@@ -105,13 +122,14 @@ def kernel_page(module: str, path: Path) -> str:
     """What a kernel file is, who runs it, its kernels, and its text."""
     text = path.read_text()
     tree = ast.parse(text)
-    lines = ["---", "hide: [toc]", "---", f"# {path.stem}", "", ast.get_docstring(tree) or "", "", f"`{path.relative_to(ROOT)}`", ""]
+    title = Path(kernel_address(path)).stem
+    lines = ["---", "hide: [toc]", "---", f"# {title}", "", ast.get_docstring(tree) or "", "", f"`{path.relative_to(ROOT)}`", ""]
     users = [i for i in m3attn.implementations() if module in i.sources]
     if users:
         lines += ["| stage | implementation | runs on |", "| --- | --- | --- |"]
         lines += [f"| `{i.stage}` | `{i.key}` | {', '.join(i.archs)} |" for i in users] + [""]
     lines += ["| kernel | lines | |", "| --- | ---: | --- |"]
-    for node in kernels(tree):
+    for node in kernels(tree) or [node for node in classes(tree) if node.bases]:
         size = (node.end_lineno or node.lineno) - node.lineno + 1
         about = (ast.get_docstring(node) or "").partition("\n")[0].replace("|", "\\|")
         lines.append(f"| `{node.name}` | {size} | {about} |")
