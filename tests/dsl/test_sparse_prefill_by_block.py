@@ -1,6 +1,8 @@
 """The part of the Hopper prefill that goes block by block: lists turned round, partial outputs, slices; and which tiles are left to it."""
 
+import contextlib
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ from needed import need
 
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
+import ptxsim
 from simulator import ORDERS, simulated
 from test_sparse_prefill import BASE, LONG, RAGGED, call_of
 
@@ -33,6 +36,12 @@ def with_workspace(call: SparseAttentionCall, limit: int) -> SparseAttentionCall
     return replace(call, workspace=torch.full((workspace_bytes(shape),), 0xFF, dtype=torch.uint8))
 
 
+def defer_in_small_steps(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_prefill_by_block_sm90, "MIN_ROWS", 1)
+    monkeypatch.setattr(sparse_prefill_by_block_sm90, "num_sms", lambda device: 3)
+    monkeypatch.setattr(sparse_attention_sm90, "workspace_limit", lambda: limit)
+
+
 def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.MonkeyPatch, sm_scale: float | None = None) -> list[int]:
     """Checks every order; returns how many (row, KV head) pairs were deferred, by order."""
     counts = []
@@ -41,9 +50,7 @@ def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.Monke
         counts.append(int((arguments[-1].deferred[..., 0] >= 0).sum()))
         sparse_prefill_by_block_sm90.attend_by_block(*arguments)
 
-    monkeypatch.setattr(sparse_prefill_by_block_sm90, "MIN_ROWS", 1)
-    monkeypatch.setattr(sparse_prefill_by_block_sm90, "num_sms", lambda device: 3)
-    monkeypatch.setattr(sparse_attention_sm90, "workspace_limit", lambda: limit)
+    defer_in_small_steps(limit, monkeypatch)
     monkeypatch.setattr(sparse_attention_sm90, "attend_by_block", counted)
     error = product_error("cute_sm90", "sm_90", inputs.q.dtype, inputs.cache.key_value()[0].dtype)
     bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options, error_of_products=error)
@@ -74,6 +81,40 @@ def test_every_tile_deferred(case: AttentionCase, limit: int, sm_scale: float | 
     inputs = attention_inputs(case, "cpu")
     empty = RAGGED.padded_rows * case.num_kv_heads
     assert deferred_rows(inputs, limit, monkeypatch, sm_scale) == [inputs.q.shape[0] * case.num_kv_heads - empty] * len(ORDERS)
+
+
+BROKEN = {
+    "the rows past the end of a sequence are not cleared": ("lazy", r"st\.shared\.v4\.b32\s+\[[^\]]+\], \{0, 0, 0, 0\};", ";"),
+    "the last product is not awaited": ("lazy", r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 7;"),
+    "slots are not freed": ("eager", r"mbarrier\.arrive\.shared\.b64[^;]*;", ";"),
+    "parts are joined before they are there": ("lazy", r"mbarrier\.try_wait\.parity\.shared\.b64\s+(P\d), [^;]*;", r"setp.eq.u32 \1, 0, 0;"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_kernel_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, pattern, by = BROKEN[fault]
+    broken = "join_parts" if "joined" in fault else "cutlass_attend_"
+    counts = []
+
+    def edit(ptx: str) -> str:
+        parts = re.split(r"(?=^\.visible \.entry)", ptx, flags=re.MULTILINE)
+        for i, part in enumerate(parts):
+            if re.match(rf"\.visible \.entry \w*{broken}", part):
+                parts[i], count = re.subn(pattern, by, part)
+                counts.append(count)
+        return "".join(parts)
+
+    monkeypatch.setattr(sparse_prefill_sm90, "DEFERRED_SHARE", 0.0)
+    defer_in_small_steps(1 << 30, monkeypatch)
+    inputs = attention_inputs(BASE, "cpu")
+    call = with_workspace(call_of(inputs), 1 << 30)
+    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options)
+    with contextlib.suppress(ptxsim.SimError), pytest.raises(AssertionError):
+        with simulated(order, seed=5, edit=edit):
+            sparse_attention(call)
+        bound.check(call.out, call.lse)
+    assert counts and all(counts), "the edit found nothing to break"
 
 
 def test_tiles_whose_tokens_share_few_blocks_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
