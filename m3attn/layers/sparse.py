@@ -60,21 +60,20 @@ class M3SparseAttention(M3Attention):
 
     def check_step(self, x: torch.Tensor, plan: StepPlan) -> None:
         super().check_step(x, plan)
-        own = self._ids_form
-        if self.reuse_ids and plan.ids_of != own:
+        if self.reuse_ids and plan.ids_of != self._ids_form(x):
+            heads, topk, rows = self._ids_form(x)
             raise ValueError(
-                f"plan.ids: expected ids of this step for {own[0]} KV heads and K {own[1]} to reuse, got "
-                + ("none: no earlier layer has written any" if plan.ids_of is None else f"{plan.ids_of[0]} heads and K {plan.ids_of[1]}")
+                f"plan.ids: expected ids of this step for {heads} KV heads, K {topk} and {rows} rows to reuse, got "
+                + ("none: no earlier layer has written any" if plan.ids_of is None else "{} heads, K {} and {} rows".format(*plan.ids_of))
             )
 
     def forward(self, x: torch.Tensor, plan: StepPlan, cache: LayerCache) -> torch.Tensor:
         out = super().forward(x, plan, cache)
-        plan.ids_of = self._ids_form
+        plan.ids_of = self._ids_form(x)
         return out
 
-    @property
-    def _ids_form(self) -> tuple[int, int]:
-        return (self.heads.kv, self.config.topk)
+    def _ids_form(self, x: torch.Tensor) -> tuple[int, int, int]:
+        return (self.heads.kv, self.config.topk, x.shape[0])
 
     def _norms(self) -> NormWeights:
         return NormWeights(self.q_norm, self.k_norm, self.index_q_norm, self.index_k_norm)

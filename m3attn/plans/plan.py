@@ -70,7 +70,7 @@ class StepPlan:
         token_to_request: [tokens] int32, the caller's request of each row; -1 for padding.
         part_rows, token_rows: [tokens] int64, the token row of each part row and back; None in a plan of one part.
         ids: [Hkv, tokens, K] int32 in part order, the one buffer that indexers write and attention reads; None without index heads.
-        ids_of: (heads, K) of what `ids` holds for this step; None until a layer has written them. Every update clears it.
+        ids_of: (heads, K, rows) of what `ids` holds for this step; None until a layer has written them. Every update clears it.
         workspace: scratch that all stages share; None if none needs any.
 
     Args:
@@ -129,7 +129,7 @@ class StepPlan:
         if self.heads.index:
             check_int("topk", topk, 1)
             self.ids = torch.full((self.heads.kv, self.tokens, topk), -1, dtype=torch.int32, device=self.device)
-        self.ids_of: tuple[int, int] | None = None
+        self.ids_of: tuple[int, int, int] | None = None
         needed = max(self._workspace_bytes(part) for part in self.parts)
         self.workspace = torch.empty(needed, dtype=torch.uint8, device=self.device) if needed else None
 

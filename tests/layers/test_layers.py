@@ -260,13 +260,18 @@ def test_ids_are_reused_only_when_asked_and_only_within_a_step() -> None:
         plan.update(q_lens, seq_lens, page_table())
         rows = [x[length - n : length] for x, n, length in zip(REQUESTS, q_lens, seq_lens, strict=True)]
         x = torch.cat([*rows, torch.zeros(plan.tokens - sum(q_lens), CONFIG.hidden_size)])
-        with pytest.raises(ValueError, match=r"plan\.ids: expected ids of this step for 2 KV heads and K 3 to reuse, got none"):
+        with pytest.raises(ValueError, match=r"plan\.ids: expected ids of this step for 2 KV heads, K 3 and 132 rows to reuse, got none"):
             second(x, plan, caches[1])
         expected = first(x, plan, caches[0])
         assert torch.equal(second(x, plan, caches[1]), expected)
-    plan.ids_of = (2, 5)
-    with pytest.raises(ValueError, match="got 2 heads and K 5"):
+    plan.ids_of = (2, 5, 132)
+    with pytest.raises(ValueError, match="got 2 heads, K 5 and 132 rows"):
         second(x, plan, caches[1])
+    whole = StepPlan.for_layers([first, second], caches, 128, **WHOLE)
+    whole.update([3], [3], page_table()[:1])
+    first(x[:3], whole, caches[0])
+    with pytest.raises(ValueError, match="K 3 and 4 rows to reuse, got 2 heads, K 3 and 3 rows"):
+        second(x[:4], whole, caches[1])
 
 
 def test_the_ids_buffer_may_hold_anything_between_layers() -> None:
