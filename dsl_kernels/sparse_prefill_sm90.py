@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90_utils
 import torch
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
@@ -145,19 +145,22 @@ class Ring:
     stages: int
 
     def stage(self, count):
-        return count % self.stages
+        return Int32(Uint32(count) % self.stages)
+
+    def parity(self, count):
+        return Int32(Uint32(count) // self.stages & 1)
 
     def wait_full(self, count):
-        cute.arch.mbarrier_wait(self.full + count % self.stages, (count // self.stages) & 1)
+        cute.arch.mbarrier_wait(self.full + self.stage(count), self.parity(count))
 
     def wait_empty(self, count):
-        cute.arch.mbarrier_wait(self.empty + count % self.stages, ((count // self.stages) & 1) ^ 1)
+        cute.arch.mbarrier_wait(self.empty + self.stage(count), self.parity(count) ^ 1)
 
     def release(self, count):
         """By a whole warp, each of whose lanes has finished reading."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + count % self.stages)
+            cute.arch.mbarrier_arrive(self.empty + self.stage(count))
 
 
 @dataclass(frozen=True)
@@ -484,7 +487,7 @@ class SparsePrefillSm90:
         end = Int32(MORE)
         while end != ALL_ENDS:
             slot = entries.stage(count)
-            cute.arch.mbarrier_wait(shared.merged + slot, (count // ENTRIES) & 1)
+            cute.arch.mbarrier_wait(shared.merged + slot, entries.parity(count))
             fields = (Entry.BLOCK, Entry.BITS, Entry.END, Entry.PAGE, Entry.KV_HEAD, Entry.SEQ_LEN)
             block, bits, end, page, kv_head, seq_len = self.read_words(shared.sEntry, slot, *fields)
             num_keys = seq_len - block * BLOCK if block != NO_BLOCK else Int32(0)  # a tile without any block still says so
@@ -784,10 +787,21 @@ class SparsePrefillSm90:
                     block_scale = cute.arch.load(own_words.llvm_ptr, Float32, sem="relaxed", scope="cta", ss="cta")
                     rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, block_scale, masked=False)
                     sWords[half * WARPGROUP + thread, 1] = row_sum[0] + row_sum[1]
+                    # The next entry, while the product with the values may still run; the last one's is announced without words.
+                    shared.entries.wait_full(count + 1)
+                    next_block, next_bits, next_end = self.read_entry(shared, count + 1)
                     warpgroup.wait_group(0)
                     values.release(pending)
                     pending = count
-                    count, block, bits, end, found = self.seek(shared, half_tokens, count + 1, self.limit(pending), block, bits, end)
+                    count += 1
+                    found = Boolean(False)
+                    if end == MORE:
+                        shared.entries.release(count)
+                        block, bits, end = next_block, next_bits, next_end
+                        found = (bits & half_tokens) != 0
+                        count += 0 if found else 1
+                    if not found:
+                        count, block, bits, end, found = self.seek(shared, half_tokens, count, self.limit(pending), block, bits, end)
                     self.take_weights(rS, rP, rO, rescale)
                 elif is_pending:
                     values.wait_full(pending)
@@ -838,12 +852,16 @@ class SparsePrefillSm90:
         found = Boolean(False)
         while not found and end == MORE and count < limit:
             shared.entries.wait_full(count)
-            block, bits, end = self.read_words(shared.sEntry, shared.entries.stage(count), Entry.BLOCK, Entry.BITS, Entry.END)
+            block, bits, end = self.read_entry(shared, count)
             shared.entries.release(count)
             found = (bits & half_tokens) != 0
             if not found:
                 count += 1
         return count, block, bits, end, found
+
+    def read_entry(self, shared, count):
+        """(block, bits, what follows) of an entry."""
+        return self.read_words(shared.sEntry, shared.entries.stage(count), Entry.BLOCK, Entry.BITS, Entry.END)
 
     def read_place(self, shared, count):
         """(KV head, first row, end row, first position, sequence length) of the tile of an entry."""
