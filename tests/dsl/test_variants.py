@@ -33,7 +33,7 @@ from m3attn.testing.cases import MODES
 SHARED_MEMORY = 227 * 1024
 REGISTERS = 65_536
 TENSOR_COLUMNS = 512
-MAX_VARIANTS = 48
+MAX_VARIANTS = 50
 
 
 @dataclass(frozen=True)
