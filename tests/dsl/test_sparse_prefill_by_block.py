@@ -72,13 +72,16 @@ def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.Monke
         (replace(BASE, num_q_heads=32, num_kv_heads=2), 3_000_000, None),  # four slices
         (replace(BASE, num_q_heads=8, topk=5, ids="scattered"), 1 << 30, -0.2),
         (replace(BASE, num_q_heads=32, topk=20), 1 << 30, None),
-        (replace(BASE, mode="fp8"), 1 << 30, None),
+        (replace(BASE, mode="fp8", scaled=True), 1 << 30, None),
     ],
-    ids=["slices", "two_tokens_a_warp", "two_warps_a_token", "fp8"],
+    ids=["slices", "two_tokens_a_warp", "two_warps_a_token", "fp8_scales_on_the_device"],
 )
 def test_every_tile_deferred(case: AttentionCase, limit: int, sm_scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_prefill_sm90, "DEFERRED_SHARE", 0.0)
     inputs = attention_inputs(case, "cpu")
+    if case.scaled:
+        cache = replace(inputs.cache, k_scale=torch.tensor([inputs.cache.k_scale]), v_scale=torch.tensor([inputs.cache.v_scale]))
+        inputs = replace(inputs, cache=cache, options=inputs.options | {"q_scale": torch.tensor([inputs.options["q_scale"]])})
     empty = RAGGED.padded_rows * case.num_kv_heads
     assert deferred_rows(inputs, limit, monkeypatch, sm_scale) == [inputs.q.shape[0] * case.num_kv_heads - empty] * len(ORDERS)
 
