@@ -256,6 +256,19 @@ def test_nothing_compiles_under_capture(script: str, tmp_path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_the_refusal_under_capture_names_the_variant_and_the_remedy() -> None:
+    """What Triton calls before it compiles; the test above captures for real."""
+    knobs = pytest.importorskip("triton").knobs
+    from m3attn.triton_kernels.launch import KernelNotReady, _refuse_compiling
+    from m3attn.triton_kernels.merge_splits import merge_splits_kernel
+
+    before = knobs.runtime.jit_cache_hook
+    message = r"merge_splits_kernel\(D=64, SPLITS=2\) is not compiled, .* capture: run the same call once .*, or m3attn\.warmup"
+    with pytest.raises(KernelNotReady, match=message), _refuse_compiling(merge_splits_kernel, {"D": 64, "SPLITS": 2}):
+        knobs.runtime.jit_cache_hook()
+    assert knobs.runtime.jit_cache_hook is before
+
+
 @pytest.mark.parametrize("key", [pytest.param(p.values[0], id=p.values[0], marks=gpu_only) for p in kernels("sparse_attention")])
 def test_no_call_waits_for_the_device(key: str) -> None:
     """No synchronisation in any stage, after one call that may compile."""
