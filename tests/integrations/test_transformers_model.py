@@ -275,6 +275,30 @@ def test_projections_and_norms_are_called_as_modules() -> None:
     assert len(hooks) == 4 and called >= set(norms) and len(called) == 10
 
 
+class Int8Linear(torch.nn.Module):
+    """A projection whose weight is bytes and a scale a row: nothing in it is called `weight`."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("scale", linear.weight.abs().amax(1, keepdim=True) / 127)
+        self.register_buffer("rounded", (linear.weight / self.scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.rounded * self.scale).T
+
+
+def test_quantised_projections_keep_working() -> None:
+    model, ids = small_m3(), tokens(1, LENGTH)
+    for owner in [m for m in model.modules() if isinstance(m, (modeling.MiniMaxM3VLAttention, modeling.MiniMaxM3VLIndexer))]:
+        for name, child in list(owner.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(owner, name, Int8Linear(child))
+    expected = model(ids).logits
+    assert not torch.equal(expected, small_m3()(ids).logits)
+    torch.testing.assert_close(prepare(model)(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(unprepare(model)(ids).logits, expected)
+
+
 def test_device_map_keeps_its_hooks() -> None:
     accelerate = pytest.importorskip("accelerate")
     model, ids = small_m3(), tokens(1, LENGTH)
@@ -334,6 +358,8 @@ def test_refusals() -> None:
     prepare(model)
     with pytest.raises(ValueError, match="an empty cache, or one that a prepared model filled, got 40 other tokens"):
         model(ids, past_key_values=filled)
+    with pytest.raises(ValueError, match="output_attentions: expected False, a prepared model computes no attention weights"):
+        model(ids, output_attentions=True)
     with pytest.raises(ValueError, match="without offloading"):
         model(ids, past_key_values=DynamicCache(config=model.config, offloading=True))
     with pytest.raises(ValueError, match=r"attention_mask: expected .*one entry a token, got \[1, 1, 40, 40\]"):
