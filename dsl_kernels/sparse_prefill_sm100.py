@@ -8,7 +8,7 @@ starts all products; their operands and results stay in shared and tensor memory
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -38,11 +38,8 @@ from m3attn.dsl_kernels.sparse_prefill_sm90 import (
     Shared,
     SparsePrefillSm90,
     Tile,
-    is_aligned,
-    next_power_of_2,
-    num_sms,
+    Variant,
 )
-from m3attn.dtypes import dtype_name
 
 HALF_ROWS = 128
 """Rows of a matrix instruction, which are the lanes of tensor memory."""
@@ -55,27 +52,6 @@ LAZY_LOG2 = 8.0
 SHARED_BYTES = 208 * 1024
 """Of shared memory, for pages and rows."""
 FEW_REGISTERS, MANY_REGISTERS = (24, 240), (48, 232)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What is compiled; as in `sparse_prefill_sm90`."""
-
-    defers: ClassVar[bool] = False
-
-    qk_dtype: str
-    v_dtype: str
-    out_dtype: str
-    head_dim: int
-    group: int
-    ids: int
-    lse: bool
-    sink_dtype: str | None
-    q_scale: bool
-    k_scale: bool
-    v_scale: bool
-    negative_scale: bool
-    aligned: bool
 
 
 def half_tokens(group: int, ids: int) -> int:
@@ -528,52 +504,5 @@ KERNEL = CuteKernel("sparse_prefill_sm100", build, sources=[__file__, sparse_pre
 
 
 def sparse_prefill(call: SparseAttentionCall, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, kv_heads: slice, counter: torch.Tensor) -> None:
-    """Attention of every query for the KV groups `kv_heads`, which k and v hold.
-
-    Args:
-        k: [pages, Hkv, 128, D] of q's dtype; v: the same shape, 16 bit.
-        batch: the requests, with a page table of k's and v's pages.
-        counter: [1] int32, 0.
-    """
-    group, topk = call.q.shape[1] // call.k.shape[1], call.ids.shape[2]
-    heads = slice(kv_heads.start * group, kv_heads.stop * group)
-    q, out = call.q[:, heads], call.out[:, heads]
-    sink_key = None if call.sink_key is None else call.sink_key[heads]
-    scales = call.q_scale, call.k_scale, call.v_scale
-    variant = Variant(
-        qk_dtype=dtype_name(q.dtype),
-        v_dtype=dtype_name(v.dtype),
-        out_dtype=dtype_name(out.dtype),
-        head_dim=q.shape[2],
-        group=group,
-        ids=max(16, next_power_of_2(topk)),
-        lse=call.lse is not None,
-        sink_dtype=None if sink_key is None else dtype_name(sink_key.dtype),
-        q_scale=scales[0].tensor is not None,
-        k_scale=scales[1].tensor is not None,
-        v_scale=scales[2].tensor is not None,
-        negative_scale=call.sm_scale < 0,
-        aligned=is_aligned(q) and is_aligned(out),
-    )
-    query_scale = call.sm_scale * call.q_scale.value
-    KERNEL.get(variant, q.device)(
-        q,
-        k,
-        v,
-        call.ids[kv_heads],
-        batch.page_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        out,
-        None if call.lse is None else call.lse[:, heads],
-        sink_key,
-        *(None if scale.tensor is None else scale.tensor.reshape(1) for scale in scales),
-        None,
-        0,
-        counter,
-        query_scale,
-        query_scale * call.k_scale.value,
-        call.v_scale.value,
-        batch.max_seqlen_k,
-        num_sms(q.device),
-    )
+    """Attention of every query for the KV groups `kv_heads`, which k and v hold; as in `sparse_prefill_sm90`, and no tile is deferred."""
+    sparse_prefill_sm90.sparse_prefill(call, k, v, batch, kv_heads, counter, kernel=KERNEL)

@@ -777,7 +777,6 @@ class SparsePrefillSm90:
             while found or end == MORE:
                 if found and is_pending and block < whole_blocks:
                     keys.wait_full(count)
-                    values.wait_full(pending)
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
                     self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
                     warpgroup.wait_group(1)
@@ -787,8 +786,8 @@ class SparsePrefillSm90:
                     block_scale = cute.arch.load(own_words.llvm_ptr, Float32, sem="relaxed", scope="cta", ss="cta")
                     rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, block_scale, masked=False)
                     sWords[half * WARPGROUP + thread, 1] = row_sum[0] + row_sum[1]
-                    # The next entry, while the product with the values may still run; the last one's is announced without words.
-                    shared.entries.wait_full(count + 1)
+                    # While the product with the values may still run: the next ones, and the next entry.
+                    self.await_values(shared, count)
                     next_block, next_bits, next_end = self.read_entry(shared, count + 1)
                     warpgroup.wait_group(0)
                     values.release(pending)
@@ -804,7 +803,6 @@ class SparsePrefillSm90:
                         count, block, bits, end, found = self.seek(shared, half_tokens, count, self.limit(pending), block, bits, end)
                     self.take_weights(rS, rP, rO, rescale)
                 elif is_pending:
-                    values.wait_full(pending)
                     self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
                     warpgroup.wait_group(0)
                     values.release(pending)
@@ -817,19 +815,19 @@ class SparsePrefillSm90:
                     warpgroup.wait_group(0)
                     keys.release(count)
                     rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=True)
+                    self.await_values(shared, count)
                     pending, is_pending = count, Boolean(True)
                     count, block, bits, end, found = self.seek(shared, half_tokens, count + 1, self.limit(pending), block, bits, end)
                     self.take_weights(rS, rP, rO, rescale)
 
             has_tiles = end != ALL_ENDS
             done_head, done_row, done_end = kv_head, first_row, end_row
-            shared.entries.wait_full(count)
             # The next tile's queries come while the last product runs.
             if has_tiles:
+                shared.entries.wait_full(count)
                 kv_head, first_row, end_row, first_position, seq_len = self.read_place(shared, count)
                 self.read_queries(attended.q, rChunks, half, kv_head, first_row, end_row)
             if is_pending:
-                values.wait_full(pending)
                 self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
                 warpgroup.wait_group(0)
                 values.release(pending)
@@ -839,6 +837,11 @@ class SparsePrefillSm90:
                 self.store_queries(rChunks, half_pointer)
                 self.sync_half(half)
             self.write_output(attended.out, attended.lse, rDone, logsums, rows, is_row, half, done_head, done_row, done_end)
+
+    def await_values(self, shared, count):
+        """By way of the next entry, with which they are announced; behind the last block comes one without words."""
+        shared.entries.wait_full(count + 1)
+        shared.values.wait_full(count)
 
     def limit(self, pending):
         """Where to stop looking for the next block while one is pending: its values hold a stage, and loads stop as many blocks on. One of these may
@@ -1157,6 +1160,8 @@ def sparse_prefill(
     kv_heads: slice,
     counter: torch.Tensor,
     deferred: torch.Tensor | None = None,
+    *,
+    kernel: CuteKernel[Variant] = KERNEL,
 ) -> None:
     """Attention of every query for the KV groups `kv_heads`, which k and v hold.
 
@@ -1165,6 +1170,7 @@ def sparse_prefill(
         batch: the requests, with a page table of k's and v's pages.
         counter: [1] int32, 0.
         deferred: [Hkv, T, 2] int32, written: rows of tiles whose tokens share few blocks are left out, and named here.
+        kernel: this architecture's.
     """
     group, topk = call.q.shape[1] // call.k.shape[1], call.ids.shape[2]
     heads = slice(kv_heads.start * group, kv_heads.stop * group)
@@ -1188,7 +1194,7 @@ def sparse_prefill(
         defers=deferred is not None,
     )
     query_scale = call.sm_scale * call.q_scale.value
-    KERNEL.get(variant, q.device)(
+    kernel.get(variant, q.device)(
         q,
         k,
         v,

@@ -47,21 +47,7 @@ _PREFILL = sparse_prefill_sm90.Variant(
     aligned=True,
     defers=True,
 )
-_PREFILL_SM100 = sparse_prefill_sm100.Variant(
-    qk_dtype="bf16",
-    v_dtype="bf16",
-    out_dtype="bf16",
-    head_dim=128,
-    group=16,
-    ids=16,
-    lse=False,
-    sink_dtype=None,
-    q_scale=False,
-    k_scale=False,
-    v_scale=False,
-    negative_scale=False,
-    aligned=True,
-)
+_PREFILL_SM100 = replace(_PREFILL, defers=False)
 _BY_BLOCK = sparse_prefill_by_block_sm90.Variant(
     qk_dtype="bf16",
     v_dtype="bf16",
@@ -82,7 +68,7 @@ _DEVICE_SCALES: dict[str, Any] = dict(q_scale=True, k_scale=True, v_scale=True)
 _SCORE = index_score_work.Variant("bf16", "bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
 _HALF: dict[str, Any] = dict(q_dtype="fp16", k_dtype="fp16", num_heads=3, page_size=16, fill=True, q_scale=True, k_scale=True)
 _E4M3: dict[str, Any] = dict(q_dtype="fp8_e4m3", k_dtype="fp8_e4m3")
-_SELECT = select_blocks.Variant(width=16, lanes=4, vector=True)
+_SELECT = select_blocks.Variant(width=16, lanes=4, vector=True, after_scores=True)
 _MLA = sparse_mla_sm90.Variant("bf16", head_dim=576, length=False, sink=False, q_scale=False, kv_scale=False)
 
 
@@ -147,7 +133,7 @@ _SELECTION = _named(
     prefill=_SELECT,
     decode=replace(_SELECT, lanes=32),
     short_width32=replace(_SELECT, width=32, lanes=8),
-    width64=replace(_SELECT, width=64, lanes=32, vector=False),
+    width64=replace(_SELECT, width=64, lanes=32, vector=False, after_scores=False),
 )
 
 _WIDENED = widen_pages.Variant("fp8_e4m3", k_dtype="bf16", v_dtype="fp16", head_dim=128, block_size=128, aligned=True)

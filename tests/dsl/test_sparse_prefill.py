@@ -5,6 +5,8 @@ In the interpreter, in eager, lazy and random order, which must agree bit for bi
 
 import contextlib
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,14 +17,16 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
-from simulator import ORDERS, simulated
+from simulator import ORDERS, artifacts, simulated
+from triton import knobs
 
 from m3attn.batch import LayerCache
 from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import sparse_prefill_sm90
 from m3attn.dsl_kernels.sparse_attention_sm90 import sparse_attention, workspace_bytes
-from m3attn.dsl_kernels.sparse_prefill_sm90 import Entry, sparse_prefill, tile_tokens
+from m3attn.dsl_kernels.sparse_prefill_sm90 import KERNEL, Entry, sparse_prefill, tile_tokens
+from m3attn.dsl_kernels.variants import VARIANTS
 from m3attn.scales import Scale
 from m3attn.testing.bounds import attention_bound, product_error
 from m3attn.testing.cases import AttentionCase, Step
@@ -196,3 +200,16 @@ def test_entries_have_a_word_each() -> None:
     words = [value for name, value in vars(Entry).items() if name.isupper()]
     assert sorted(words) == list(range(9))
     assert sparse_prefill_sm90.MAX_TILE_TOKENS <= 32
+
+
+@pytest.mark.parametrize("name", ["sparse_prefill-bf16", "sparse_prefill-fp8"])
+def test_products_run_on_while_others_are_started(name: str) -> None:
+    """ptxas waits after every matrix instruction where it does not follow what becomes of their accumulators, and says nothing."""
+    _, variant = VARIANTS["sm_90"][name]
+    found = artifacts(KERNEL, variant, "sm_90")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.cubin)
+        file.flush()
+        shown = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    waits, asked = len(re.findall(r"\bWARPGROUP\.DEPBAR\b", shown)), len(re.findall(r"\bwgmma\.wait_group\b", found.ptx))
+    assert waits == asked > 0
