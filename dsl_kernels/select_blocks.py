@@ -36,11 +36,15 @@ WIDE_STEP = 32
 
 @dataclass(frozen=True)
 class Variant:
-    """`width`: a power of two from 16 on that is at least K. `lanes` share a row. `vector`: scores can be read 16 bytes at a time."""
+    """`width`: a power of two from 16 on that is at least K. `lanes` share a row. `vector`: scores can be read 16 bytes at a time.
+
+    `after_scores`: the kernel before this one writes scores only, and has waited for all earlier ones before this one can begin.
+    """
 
     width: int
     lanes: int
     vector: bool
+    after_scores: bool
 
 
 def sorting_network(n: int) -> Iterator[tuple[int, int]]:
@@ -86,7 +90,7 @@ def assign(tensor: cute.Tensor, values: list[Float32]) -> None:
 
 class SelectBlocks:
     def __init__(self, variant: Variant) -> None:
-        self.width, self.lanes, self.vector = variant.width, variant.lanes, variant.vector
+        self.width, self.lanes, self.vector, self.after_scores = variant.width, variant.lanes, variant.vector, variant.after_scores
         self.short_cut = self.lanes == 32 and self.width <= 32
 
     @cute.jit
@@ -128,8 +132,9 @@ class SelectBlocks:
         init_blocks: Int32,
         local_blocks: Int32,
     ):
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(not self.after_scores):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         tile, head, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         # Last rows first: they see most blocks, and short rows fill the gaps at the end.
@@ -155,6 +160,9 @@ class SelectBlocks:
                 if i < first or i >= first + wanted or live <= topk:
                     gOut[i] = (i if i < first or live <= topk else live - chosen + i) if i < chosen else -1
 
+        if cutlass.const_expr(self.after_scores):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         longest = cute.arch.warp_redux_sync(last if ranked else 0, "max")
         if cutlass.const_expr(self.short_cut):
             smem = cutlass.memory.SmemAllocator()
@@ -427,7 +435,9 @@ def select_rows(scores: torch.Tensor, num_blocks: int, call: SelectBlocksCall | 
     vector = scores.stride(2) == 1 and scores.stride(0) % 4 == scores.stride(1) % 4 == scores.data_ptr() % 16 == 0 and scores.shape[2] % 4 == 0
     width = max(16, 1 << (out.shape[2] - 1).bit_length())
     lanes = lanes_of_row(out.shape[0] * (row_end - row_begin), num_blocks)
-    KERNEL.get(Variant(width, lanes, vector), out.device)(
+    # Where rows are ranked, `index_topk` scores them right before, by a kernel that waited for all that came earlier.
+    after_scores = isinstance(call, IndexTopkCall) and num_blocks > call.topk
+    KERNEL.get(Variant(width, lanes, vector, after_scores), out.device)(
         scores,
         out,
         batch.seq_lens,
