@@ -39,7 +39,7 @@ LINES = LATENT // LINE + 1
 """The last line holds the rotated dims until they have met the queries, and then the tile's weights."""
 WARP_TOKENS = TOKENS // 4
 VALUE_STAGES = 2
-READS_AHEAD = 2
+READS_AHEAD = 1
 """Of the transposition, 512 bytes of a warp each, before what was read is written."""
 L2_BYTES = 128
 """What the L2 cache fetches from memory for a copy of 16 bytes."""
@@ -90,7 +90,7 @@ class SparseMlaSm90:
         self.copied_tokens = 32 // self.line_chunks  # by a warp at once
         self.short_sums = self.transposes and SHORT_SUMS
         self.weight_bits = WEIGHT_BITS_E4M3 if self.transposes else 0
-        self.consumer_registers, self.producer_registers = 216, 72
+        self.consumer_registers, self.producer_registers = 224, 56
 
     @cute.jit
     def __call__(
@@ -286,10 +286,10 @@ class SparseMlaSm90:
         sources = cute.make_rmem_tensor(WARP_TOKENS // self.copied_tokens, cutlass.Int64)
         sizes = cute.make_rmem_tensor(WARP_TOKENS // self.copied_tokens, Int32)
         query_count, count = Int32(0), Int32(0)
-        query, first_head, first_tile, end_tile, length = self.piece_of(mQ, mIndices, mLength, work, splits)
+        query, first_tile, end_tile, length = self.piece_of(mQ, mIndices, mLength, work, splits)
         index = self.read_index(mIndices, query, first_tile * TOKENS + place, length)
         while work < num_work:
-            next_query, next_head, next_tile, next_end, next_length = self.piece_of(mQ, mIndices, mLength, work + grid, splits)
+            next_query, next_tile, next_end, next_length = self.piece_of(mQ, mIndices, mLength, work + grid, splits)
             if first_tile >= end_tile:
                 index = self.read_index(mIndices, next_query, next_tile * TOKENS + place, next_length)
             tile = first_tile
@@ -324,6 +324,7 @@ class SparseMlaSm90:
                         self.transpose(sTiles, sValues, count - 1, parts, values, warp)
                 if tile == first_tile:
                     # Behind the first tokens, which do not have to wait until the queries before these have met theirs.
+                    _, first_head, _ = self.place_of(work, mQ.shape[0], num_heads)
                     for i in cutlass.range_constexpr(WARP_TOKENS // self.copied_tokens):
                         head = first_head + row + i * self.copied_tokens
                         is_head = head < num_heads
@@ -335,7 +336,7 @@ class SparseMlaSm90:
                     query_count += 1
                 count += 1
                 tile += 1
-            query, first_head, first_tile, end_tile, length = next_query, next_head, next_tile, next_end, next_length
+            query, first_tile, end_tile, length = next_query, next_tile, next_end, next_length
             work += grid
         if const_expr(self.transposes):
             if count > 0:
@@ -343,9 +344,9 @@ class SparseMlaSm90:
 
     @cute.jit
     def piece_of(self, mQ: cute.Tensor, mIndices: cute.Tensor, mLength: MaybeTensor, work: Int32, splits: Int32):
-        """(query, its first head, first tile, end tile, how many of the query's indices count) of a piece of work, or of none that exists."""
-        query, first_head, split = self.place_of(work, mQ.shape[0], mQ.shape[1])
-        return query, first_head, *self.tiles_of(mIndices, mLength, query, split, splits)
+        """(query, first tile, end tile, how many of the query's indices count) of a piece of work, even of one that is none any more."""
+        query, _, split = self.place_of(work, mQ.shape[0], mQ.shape[1])
+        return query, *self.tiles_of(mIndices, mLength, query, split, splits)
 
     @cute.jit
     def read_index(self, mIndices: cute.Tensor, query: Int32, place: Int32, length: Int32):
