@@ -149,6 +149,11 @@ _ATTENTION: dict[str, Any] = dict(
 )
 
 
+_REFERENCE_INDEX: dict[str, Any] = dict(index_q_dtypes=(*INDEX_FLOATS, "fp64"), index_dtypes=(*INDEX_FLOATS, "fp64"))
+_REFERENCE_ATTENTION: dict[str, Any] = dict(q_dtypes=("bf16", "fp16", "fp32", "fp64", "fp8_e4m3"), kv_dtypes=CACHE_FLOATS)
+"""What the stages' own checks let through: the reference computes all of it."""
+
+
 def _flashinfer(stage: str, reasons: Callable[[Problem], Sequence[str]], **limits: Any) -> Implementation:
     return Implementation(
         stage,
@@ -164,11 +169,11 @@ def _flashinfer(stage: str, reasons: Callable[[Problem], Sequence[str]], **limit
 def add_builtin_implementations() -> None:
     for implementation in (
         _reference("qk_norm_rope_insert", "norm_rope", q_dtypes=CACHE_FLOATS, kv_dtypes=CACHE_FLOATS),
-        _reference("index_score", "index"),
-        _reference("select_blocks", "index"),
-        _reference("index_topk", "index"),
-        _reference("sparse_attention", "sparse"),
-        _reference("dense_attention", "dense"),
+        _reference("index_score", "index", block_sizes=POWERS_16_TO_256, **_REFERENCE_INDEX),
+        _reference("select_blocks", "index", block_sizes=POWERS_16_TO_256, topk=(1, 128)),
+        _reference("index_topk", "index", block_sizes=POWERS_16_TO_256, topk=(1, 128), **_REFERENCE_INDEX),
+        _reference("sparse_attention", "sparse", block_sizes=POWERS_16_TO_256, topk=(1, 128), **_REFERENCE_ATTENTION),
+        _reference("dense_attention", "dense", **_REFERENCE_ATTENTION),
         _reference("merge_attention_states", "merge"),
         _reference("quantize_fp8", "quantize"),
         _reference("mla_rope_quantize", "mla_quantize"),
