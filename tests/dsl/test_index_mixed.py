@@ -62,6 +62,7 @@ def test_bits_of_widened_operands(module: ModuleType, arch: str, q_dtype: torch.
         assert torch.equal(run(module, arch, inputs, order), expected), order
 
 
+@pytest.mark.slow
 @ARCHS
 @pytest.mark.parametrize(("q_dtype", "k_dtype"), [(BF16, E4M3), (E4M3, BF16)], ids=str)
 @pytest.mark.parametrize(("heads", "page_size"), [(1, 128), (3, 16), (8, 32), (16, 64)])
@@ -71,6 +72,7 @@ def test_heads_and_pages(module: ModuleType, arch: str, q_dtype: torch.dtype, k_
         assert torch.equal(run(module, arch, inputs, "random"), run(module, arch, widened(inputs)))
 
 
+@pytest.mark.slow
 @ARCHS
 @pytest.mark.parametrize("ctas", [1, 40])
 @PAIRS
@@ -122,6 +124,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @ARCHS
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_on_purpose_is_seen(module: ModuleType, arch: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
