@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ _compile_log: CompileLog | None = None
 
 
 _HERE = nullcontext()
+_ONES: dict[int, tuple[int, ...]] = {1: (1, 1), 2: (1,), 3: ()}
+"""What makes a grid three-dimensional."""
+_PLAIN = frozenset((int, float, bool, type(None), tuple))
 _ready: dict[tuple[Any, ...], tuple[Any, Any, Any, Any, tuple[Any, ...]]] = {}
 """What a launch of such arguments ran on this device: the compiled kernel, its launcher, function and metadata, and the values of the compile-time
 parameters that follow the arguments."""
@@ -67,10 +71,6 @@ def launch(
         _compile_log.kernels.append((kernel.fn.__name__, dict(meta), compiled))
     else:
         kernel[tuple(grid)](*args, **options, **meta)  # in the interpreter
-
-
-_ONES: dict[int, tuple[int, ...]] = {1: (1, 1), 2: (1,), 3: ()}
-_PLAIN = frozenset((int, float, bool, type(None), tuple))
 
 
 def _specialised(args: tuple[Any, ...]) -> list[Any]:
@@ -175,7 +175,12 @@ def num_sms(device: torch.device) -> int:
     """Multiprocessors of `device`, for grids; an H200's 132 where nothing runs, few in the interpreter."""
     if _compile_log is not None:
         return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return _multiprocessors(device) if device.type == "cuda" else 2
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cdiv(a: int, b: int) -> int:
