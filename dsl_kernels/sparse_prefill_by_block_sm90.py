@@ -84,6 +84,48 @@ class Variant:
     negative_scale: bool
 
 
+@dataclass(frozen=True)
+class Loads:
+    """What the TMA unit brings: its view of queries, keys and values, and one load of each."""
+
+    q_rows: Any  # [Hq, D, T]
+    k_pages: Any  # [128, D, Hkv, pages]
+    v_pages: Any
+    q_atom: Any
+    k_atom: Any
+    v_atom: Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """A slice's items; as in `SparsePrefillByBlockSm90.__call__`."""
+
+    page_table: Any
+    seq_lens: Any
+    rows: Any
+    items: Any
+    picks: Any
+    counter: Any  # pointer
+    end: Any
+    first_number: Any  # of the slice's rows
+    max_seqlen_k: Any
+    num_blocks: Any
+
+
+@dataclass(frozen=True)
+class Places:
+    """A thread block's shared memory."""
+
+    sQ: Any  # [64, D, SLOTS]
+    sK: Any  # [128, D, PAGES]
+    sV: Any
+    sBatch: Any  # [words, SLOTS]
+    sPicks: Any  # [words, ITEM_PICKS, PAGES]
+    pages: Ring  # without `empty`: an item's last batches tell
+    batches: Ring
+    last_page: Any  # mbarrier
+
+
 class SparsePrefillByBlockSm90(SparsePrefillSm90):
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
@@ -200,106 +242,60 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         v_layout: cute.ComposedLayout,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.qk_dtype, k_layout.outer, 1024, swizzle=k_layout.inner)  # [128, D, pages]
-        sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
-        sQ = smem.allocate_tensor(self.qk_dtype, q_layout.outer, 1024, swizzle=q_layout.inner)  # [64, D, slots]
-        sBatch = smem.allocate_tensor(Int32, cute.make_layout((4, SLOTS)), 16)
-        sPicks = smem.allocate_tensor(Int32, cute.make_layout((3, ITEM_PICKS, PAGES)), 16)
-        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(PAGES + 2 * SLOTS + 1), 8).iterator
-        pages = Ring(barriers, barriers, PAGES)
-        batches = Ring(barriers + PAGES, barriers + PAGES + SLOTS, SLOTS)
-        last_page = barriers + PAGES + 2 * SLOTS
+        loads = Loads(q_rows, k_pages, v_pages, q_atom, k_atom, v_atom)
+        places = self.lay_out(q_layout, k_layout, v_layout)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         work = mSliceItems[which] + cute.arch.block_idx()[0]
         end_work = mSliceItems[which + 1]
         if work < end_work:
-            if warp == 0:
-                for atom in (q_atom, k_atom, v_atom):
-                    cpasync.prefetch_descriptor(atom)
-                with cute.arch.elect_one():
-                    for stage in cutlass.range_constexpr(PAGES):
-                        cute.arch.mbarrier_init(pages.full + stage, 1)
-                    for slot in cutlass.range_constexpr(SLOTS):
-                        cute.arch.mbarrier_init(batches.full + slot, 1)
-                        cute.arch.mbarrier_init(batches.empty + slot, WARPGROUP // 32)
-                    cute.arch.mbarrier_init(last_page, 1)
-                cute.arch.mbarrier_init_fence()
+            self.set_up_barriers(warp, loads, places)
             cute.arch.sync_threads()
             if warp < 4:
                 cute.arch.setmaxregister_decrease(self.producer_registers)
                 if warp == 0:
-                    self.produce_items(
-                        q_rows,
-                        k_pages,
-                        v_pages,
-                        mPageTable,
-                        mSeqLens,
-                        mRows,
-                        mItems,
-                        mPicks,
-                        mCounters,
-                        work,
-                        end_work,
-                        max_seqlen_k,
-                        num_blocks,
-                        slice_rows,
-                        which,
-                        q_atom,
-                        k_atom,
-                        v_atom,
-                        sQ,
-                        sK,
-                        sV,
-                        sBatch,
-                        sPicks,
-                        pages,
-                        batches,
-                        last_page,
-                    )
+                    sizes = which * slice_rows, max_seqlen_k, num_blocks
+                    items = Work(mPageTable, mSeqLens, mRows, mItems, mPicks, mCounters.iterator + which, end_work, *sizes)
+                    self.produce_items(loads, items, places, work)
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
                 if const_expr(mQScale is not None):
                     key_scale *= mQScale[0]
                 if const_expr(mKScale is not None):
                     key_scale *= mKScale[0]
-                self.consume_batches(mPartOut, mPartLse, key_scale, qk_mma, pv_mma, sQ, sK, sV, sBatch, sPicks, pages, batches, warp // 4 - 1)
+                self.consume_batches(mPartOut, mPartLse, key_scale, qk_mma, pv_mma, places, warp // 4 - 1)
+
+    def lay_out(self, q_layout, k_layout, v_layout):
+        smem = cutlass.memory.SmemAllocator()
+        sK = smem.allocate_tensor(self.qk_dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
+        sV = smem.allocate_tensor(self.v_dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
+        sQ = smem.allocate_tensor(self.qk_dtype, q_layout.outer, 1024, swizzle=q_layout.inner)
+        sBatch = smem.allocate_tensor(Int32, cute.make_layout((4, SLOTS)), 16)
+        sPicks = smem.allocate_tensor(Int32, cute.make_layout((3, ITEM_PICKS, PAGES)), 16)
+        barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(PAGES + 2 * SLOTS + 1), 8).iterator
+        pages, batches = Ring(barriers, None, PAGES), Ring(barriers + PAGES, barriers + PAGES + SLOTS, SLOTS)
+        return Places(sQ, sK, sV, sBatch, sPicks, pages, batches, barriers + PAGES + 2 * SLOTS)
 
     @cute.jit
-    def produce_items(
-        self,
-        q_rows: cute.Tensor,
-        k_pages: cute.Tensor,
-        v_pages: cute.Tensor,
-        mPageTable: cute.Tensor,
-        mSeqLens: cute.Tensor,
-        mRows: cute.Tensor,
-        mItems: cute.Tensor,
-        mPicks: cute.Tensor,
-        mCounters: cute.Tensor,
-        work: Int32,
-        end_work: Int32,
-        max_seqlen_k: Int32,
-        num_blocks: Int32,
-        slice_rows: Int32,
-        which: Int32,
-        q_atom: cute.CopyAtom,
-        k_atom: cute.CopyAtom,
-        v_atom: cute.CopyAtom,
-        sQ: cute.Tensor,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sBatch: cute.Tensor,
-        sPicks: cute.Tensor,
-        pages: Ring,
-        batches: Ring,
-        last_page: cute.Pointer,
-    ):
+    def set_up_barriers(self, warp: Int32, loads: Loads, places: Places):
+        if warp == 0:
+            for atom in (loads.q_atom, loads.k_atom, loads.v_atom):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(PAGES):
+                    cute.arch.mbarrier_init(places.pages.full + stage, 1)
+                for slot in cutlass.range_constexpr(SLOTS):
+                    cute.arch.mbarrier_init(places.batches.full + slot, 1)
+                    cute.arch.mbarrier_init(places.batches.empty + slot, WARPGROUP // 32)
+                cute.arch.mbarrier_init(places.last_page, 1)
+            cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def produce_items(self, loads: Loads, items: Work, places: Places, work: Int32):
         """One warp: the slice's items, each a block and picks of it, cut into batches that the halves take in turns."""
         grid, _, _ = cute.arch.grid_dim()
+        batches = places.batches
         taken_before = work - cute.arch.block_idx()[0] + grid
-        tQsQ = cute.group_modes(cute.local_tile(sQ, (self.tile.group, self.line), (None, None, None)), 0, 2)
         batch, item, picks = Int32(0), Int32(-1), Int32(0)  # the item before the first has no picks
         kv_head, block = Int32(0), Int32(0)
         rPicks = cute.make_rmem_tensor(ITEM_PICKS // 32, Int32)
@@ -307,36 +303,20 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         has_items = Boolean(True)
         while has_items:
             next_picks, next_head, next_block, next_page, next_keys = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-            if work < end_work:
-                next_picks, next_head, next_block, next_page, next_keys = self.read_item(
-                    mItems, mPicks, mPageTable, mSeqLens, rPicks, work, max_seqlen_k, num_blocks, k_pages.shape[2], k_pages.shape[3]
-                )
+            if work < items.end:
+                next_picks, next_head, next_block, next_page, next_keys = self.read_item(loads, items, rPicks, work)
                 if cute.arch.lane_idx() == 0:
-                    work = cute.arch.atomic_add((mCounters.iterator + which).llvm_ptr, Int32(1), sem="relaxed", scope="gpu") + taken_before
+                    work = cute.arch.atomic_add(items.counter.llvm_ptr, Int32(1), sem="relaxed", scope="gpu") + taken_before
                 work = cute.arch.shuffle_sync(work, 0)
             num_batches = cute.ceil_div(picks, self.tile.half_tokens)
             for index in cutlass.range(max(num_batches, SLOTS), unroll=1):
                 batches.wait_empty(batch + index)
                 if index < num_batches:
-                    self.load_batch(q_rows, q_atom, tQsQ, sBatch, sPicks, batches, batch + index, item, index * self.tile.half_tokens, kv_head, block)
+                    self.load_batch(loads, places, batch + index, item, index * self.tile.half_tokens, kv_head, block)
                 # Every batch of the item before this one is done now, and its place free for the next item.
                 if index == SLOTS - 1 and next_picks > 0:
-                    last_page_phase = self.load_block(
-                        k_pages,
-                        v_pages,
-                        k_atom,
-                        v_atom,
-                        sK,
-                        sV,
-                        next_head,
-                        next_page,
-                        next_keys,
-                        pages.full + pages.stage(item + 1),
-                        pages.stage(item + 1),
-                        last_page,
-                        last_page_phase,
-                    )
-                    self.write_picks(mRows, rPicks, sPicks, next_picks, which * slice_rows, pages.stage(item + 1))
+                    last_page_phase = self.load_block(loads, places, item + 1, next_head, next_page, next_keys, last_page_phase)
+                    self.write_picks(items, places, rPicks, item + 1, next_picks)
             batch += num_batches
             item += 1
             picks, kv_head, block = next_picks, next_head, next_block
@@ -344,67 +324,45 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         for _ in cutlass.range_constexpr(2):
             batches.wait_empty(batch)
             if cute.arch.lane_idx() == 0:
-                sBatch[Batch.ITEM, batches.stage(batch)] = Int32(NO_ITEM)
+                places.sBatch[Batch.ITEM, batches.stage(batch)] = Int32(NO_ITEM)
                 cute.arch.mbarrier_arrive(batches.full + batches.stage(batch))
             batch += 1
 
     @cute.jit
-    def read_item(
-        self,
-        mItems: cute.Tensor,
-        mPicks: cute.Tensor,
-        mPageTable: cute.Tensor,
-        mSeqLens: cute.Tensor,
-        rPicks: cute.Tensor,  # written: the item's picks, lane by lane
-        work: Int32,
-        max_seqlen_k: Int32,
-        num_blocks: Int32,
-        num_kv_heads: Int32,
-        num_pages: Int32,
-    ):
-        """(picks, KV head, block, its page, keys of the sequence from the block on)."""
-        num_requests = mSeqLens.shape[0]
-        key, begin, picks = (mItems[work, word] for word in (Item.KEY, Item.BEGIN, Item.COUNT))
-        block = key % num_blocks
-        request = key // num_blocks % num_requests
-        kv_head = key // num_blocks // num_requests % num_kv_heads
+    def read_item(self, loads: Loads, items: Work, rPicks: cute.Tensor, work: Int32):
+        """(picks, KV head, block, its page, keys of the sequence from the block on), and the picks into registers, lane by lane."""
+        num_kv_heads, num_pages = loads.k_pages.shape[2:]
+        num_requests = items.seq_lens.shape[0]
+        key, begin, picks = (items.items[work, word] for word in (Item.KEY, Item.BEGIN, Item.COUNT))
+        block = key % items.num_blocks
+        request = key // items.num_blocks % num_requests
+        kv_head = key // items.num_blocks // num_requests % num_kv_heads
         for i in cutlass.range_constexpr(ITEM_PICKS // 32):
             # Batches are always full: what is past an item's end repeats its last pick, and goes nowhere.
-            rPicks[i] = mPicks[begin + min(cute.arch.lane_idx() + 32 * i, picks - 1)]
-        page = self.page_of(mPageTable, request, block, mPageTable.shape[1], num_pages)
-        return picks, kv_head, block, page, self.clamp(mSeqLens[request], 0, max_seqlen_k) - block * BLOCK
+            rPicks[i] = items.picks[begin + min(cute.arch.lane_idx() + 32 * i, picks - 1)]
+        page = self.page_of(items.page_table, request, block, items.page_table.shape[1], num_pages)
+        return picks, kv_head, block, page, self.clamp(items.seq_lens[request], 0, items.max_seqlen_k) - block * BLOCK
 
     @cute.jit
-    def write_picks(self, mRows: cute.Tensor, rPicks: cute.Tensor, sPicks: cute.Tensor, picks: Int32, first_number: Int32, stage: Int32):
+    def write_picks(self, items: Work, places: Places, rPicks: cute.Tensor, item: Int32, picks: Int32):
+        stage = places.pages.stage(item)
         for i in cutlass.range_constexpr(ITEM_PICKS // 32):
             number, entry = rPicks[i] >> ENTRY_BITS, rPicks[i] & ((1 << ENTRY_BITS) - 1)
             index = cute.arch.lane_idx() + 32 * i
-            sPicks[Pick.ROW, index, stage] = mRows[number, Row.ROW]
-            sPicks[Pick.VISIBLE, index, stage] = mRows[number, Row.VISIBLE]
-            sPicks[Pick.PART, index, stage] = (number - first_number) * self.variant.topk + entry if index < picks else Int32(NO_PART)
+            part = (number - items.first_number) * self.variant.topk + entry
+            places.sPicks[Pick.ROW, index, stage] = items.rows[number, Row.ROW]
+            places.sPicks[Pick.VISIBLE, index, stage] = items.rows[number, Row.VISIBLE]
+            places.sPicks[Pick.PART, index, stage] = part if index < picks else Int32(NO_PART)
         cute.arch.sync_warp()
 
     @cute.jit
-    def load_block(
-        self,
-        k_pages: cute.Tensor,
-        v_pages: cute.Tensor,
-        k_atom: cute.CopyAtom,
-        v_atom: cute.CopyAtom,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        kv_head: Int32,
-        page: Int32,
-        num_keys: Int32,
-        full: cute.Pointer,
-        stage: Int32,
-        last_page: cute.Pointer,
-        last_page_phase: Int32,
-    ):
+    def load_block(self, loads: Loads, places: Places, item: Int32, kv_head: Int32, page: Int32, num_keys: Int32, last_page_phase: Int32):
         """Returns the phase that `last_page` comes to next."""
-        lane = cute.arch.lane_idx()
-        tKsK, tKgK = self.partition_pages(k_atom, sK, k_pages, kv_head)
-        tVsV, tVgV = self.partition_pages(v_atom, sV, v_pages, kv_head)
+        lane, k_atom, v_atom, sV, last_page = cute.arch.lane_idx(), loads.k_atom, loads.v_atom, places.sV, places.last_page
+        stage = places.pages.stage(item)
+        full = places.pages.full + stage
+        tKsK, tKgK = self.partition_pages(k_atom, places.sK, loads.k_pages, kv_head)
+        tVsV, tVgV = self.partition_pages(v_atom, sV, loads.v_pages, kv_head)
         key_bytes, value_bytes = self.page_bytes(self.qk_dtype), self.page_bytes(self.v_dtype)
         if num_keys >= BLOCK:
             if lane == 0:
@@ -430,34 +388,24 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         return last_page_phase
 
     @cute.jit
-    def load_batch(
-        self,
-        q_rows: cute.Tensor,
-        q_atom: cute.CopyAtom,
-        tQsQ: cute.Tensor,
-        sBatch: cute.Tensor,
-        sPicks: cute.Tensor,
-        batches: Ring,
-        batch: Int32,
-        item: Int32,
-        first: Int32,
-        kv_head: Int32,
-        block: Int32,
-    ):
-        slot, stage = batches.stage(batch), item % PAGES
-        gQ = cute.local_tile(q_rows, (self.tile.group, self.line), (kv_head, None, None))  # [G, line, lines, T]
-        tQsQ, tQgQ = cpasync.tma_partition(q_atom, 0, cute.make_layout(1), tQsQ, cute.group_modes(gQ, 0, 2))
-        full = batches.full + slot
+    def load_batch(self, loads: Loads, places: Places, batch: Int32, item: Int32, first: Int32, kv_head: Int32, block: Int32):
+        """Queries of the item's picks from `first` on."""
+        slot, stage = places.batches.stage(batch), places.pages.stage(item)
+        sTiles = cute.local_tile(places.sQ, (self.tile.group, self.line), (None, None, None))  # [G, line, picks, lines, slots]
+        gTiles = cute.local_tile(loads.q_rows, (self.tile.group, self.line), (kv_head, None, None))  # [G, line, lines, T]
+        tiles = cute.group_modes(sTiles, 0, 2), cute.group_modes(gTiles, 0, 2)
+        tQsQ, tQgQ = cpasync.tma_partition(loads.q_atom, 0, cute.make_layout(1), *tiles)
+        full = places.batches.full + slot
         if cute.arch.lane_idx() == 0:
-            sBatch[Batch.ITEM, slot] = item
-            sBatch[Batch.FIRST, slot] = first
-            sBatch[Batch.BLOCK, slot] = block
+            places.sBatch[Batch.ITEM, slot] = item
+            places.sBatch[Batch.FIRST, slot] = first
+            places.sBatch[Batch.BLOCK, slot] = block
             cute.arch.mbarrier_arrive_and_expect_tx(full, HALF_ROWS * self.head_dim * self.qk_dtype.width // 8)
         cute.arch.sync_warp()
         for pick in cutlass.range_constexpr(self.tile.half_tokens):
-            row = cute.arch.make_warp_uniform(sPicks[Pick.ROW, first + pick, stage])
+            row = cute.arch.make_warp_uniform(places.sPicks[Pick.ROW, first + pick, stage])
             for line in cutlass.range_constexpr(self.head_dim // self.line):
-                cute.copy(q_atom, tQgQ[None, line, row], tQsQ[None, pick, line, slot], tma_bar_ptr=full)
+                cute.copy(loads.q_atom, tQgQ[None, line, row], tQsQ[None, pick, line, slot], tma_bar_ptr=full)
 
     @cute.jit
     def consume_batches(
@@ -467,38 +415,33 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         key_scale: Float32,
         qk_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
-        sQ: cute.Tensor,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sBatch: cute.Tensor,
-        sPicks: cute.Tensor,
-        pages: Ring,
-        batches: Ring,
+        places: Places,
         half: Int32,
     ):
         """One warpgroup: every second batch."""
         scale_log2 = key_scale * LOG2E
         if const_expr(self.variant.negative_scale):
             scale_log2 = -scale_log2
-        sVt = cute.composition(sV, cute.make_ordered_layout((self.head_dim, BLOCK, PAGES), order=(1, 0, 2)))  # [D, 128, pages]
+        pages, batches = places.pages, places.batches
+        sVt = cute.composition(places.sV, cute.make_ordered_layout((self.head_dim, BLOCK, PAGES), order=(1, 0, 2)))  # [D, 128, pages]
         qk_thread, pv_thread = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        tSrQ = qk_thread.make_fragment_A(qk_thread.partition_A(sQ))
-        tSrK = qk_thread.make_fragment_B(qk_thread.partition_B(sK))
+        tSrQ = qk_thread.make_fragment_A(qk_thread.partition_A(places.sQ))
+        tSrK = qk_thread.make_fragment_B(qk_thread.partition_B(places.sK))
         tOrV = pv_thread.make_fragment_B(pv_thread.partition_B(sVt))
         rO = cute.make_rmem_tensor(pv_thread.partition_shape_C((HALF_ROWS, self.head_dim)), Float32)
         rP = pv_thread.make_fragment_A(pv_thread.partition_shape_A((HALF_ROWS, BLOCK)))
         unit = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * 2  # the warp's first; it has two
 
         batch = half
-        item, first, block = self.read_batch(sBatch, batches, batch)
+        item, first, block = self.read_batch(places, batch)
         while item != NO_ITEM:
             slot, stage = batches.stage(batch), pages.stage(item)
             pages.wait_full(item)
             rS = cute.make_rmem_tensor(qk_thread.partition_shape_C((HALF_ROWS, BLOCK)), Float32)
             self.multiply(qk_mma, rS, tSrQ[None, None, None, slot], tSrK[None, None, None, stage], accumulate=False)
             picks = tuple(first + (unit + r) * UNIT_ROWS // self.tile.group for r in range(2))
-            parts = tuple(cute.arch.make_warp_uniform(sPicks[Pick.PART, picks[r], stage]) for r in range(2))
-            visible = tuple(cute.arch.make_warp_uniform(sPicks[Pick.VISIBLE, picks[r], stage]) for r in range(2))
+            parts = tuple(cute.arch.make_warp_uniform(places.sPicks[Pick.PART, picks[r], stage]) for r in range(2))
+            visible = tuple(cute.arch.make_warp_uniform(places.sPicks[Pick.VISIBLE, picks[r], stage]) for r in range(2))
             warpgroup.wait_group(0)
             factors, logsums = self.weigh_block(rS, visible, block, scale_log2)
             # An accumulator's elements and those of a 16-bit first operand stand in the same order.
@@ -509,13 +452,13 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
             batches.release(batch)
             self.write_parts(mPartOut, mPartLse, rO, factors, logsums, parts, unit)
             batch += 2
-            item, first, block = self.read_batch(sBatch, batches, batch)
+            item, first, block = self.read_batch(places, batch)
 
     @cute.jit
-    def read_batch(self, sBatch: cute.Tensor, batches: Ring, batch: Int32):
-        batches.wait_full(batch)
-        slot = batches.stage(batch)
-        item, first, block = (cute.arch.make_warp_uniform(sBatch[word, slot]) for word in (Batch.ITEM, Batch.FIRST, Batch.BLOCK))
+    def read_batch(self, places: Places, batch: Int32):
+        places.batches.wait_full(batch)
+        slot = places.batches.stage(batch)
+        item, first, block = (cute.arch.make_warp_uniform(places.sBatch[word, slot]) for word in (Batch.ITEM, Batch.FIRST, Batch.BLOCK))
         return item, first, block
 
     @cute.jit
