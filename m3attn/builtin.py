@@ -47,13 +47,22 @@ PRIORITIES: dict[str, tuple[Rank, ...]] = {
 """Fastest first, per stage, from the measurements in results/. CPU tensors take `reference` whatever stands here."""
 
 
-def _reference(stage: str, module: str, **limits: Any) -> Implementation:
+def _cache_suits_q(problem: Problem) -> list[str]:
+    """A cache holds q's own format, or fp8 that 16-bit q widens; e4m3 q reads e4m3 only."""
+    q, kv = problem.q_dtype, problem.kv_dtype
+    if "none" in (q, kv) or kv == q or (kv.startswith("fp8") and not q.startswith("fp8")):
+        return []
+    return [f"KV dtype {kv} with q dtype {q}: takes {'fp8_e4m3' if q.startswith('fp8') else f'{q}, fp8_e4m3, fp8_e5m2'}"]
+
+
+def _reference(stage: str, module: str, *, extra_reasons: Any = None, **limits: Any) -> Implementation:
     return Implementation(
         stage,
         "reference",
         f"m3attn.reference.{module}:{stage}_call",
         Capabilities(cpu="yes", equal_head_dims=False, **limits),
         sources=(f"m3attn.reference.{module}",),
+        extra_reasons=extra_reasons,
         built_in=True,
     )
 
@@ -66,6 +75,7 @@ def _triton(
     scratch: bool = False,
     fp8_archs: tuple[str, ...] = (),
     prepare_qkv: str | None = None,
+    extra_reasons: Any = None,
     **limits: Any,
 ) -> Implementation:
     return Implementation(
@@ -75,6 +85,7 @@ def _triton(
         Capabilities(min_arch=80, cpu="interpreter", e4m3_min_arch=89, needs=("triton",), **limits),
         workspace=f"m3attn.triton_kernels.{modules[0]}:workspace_bytes" if scratch else None,
         sources=tuple(f"m3attn.triton_kernels.{m}" for m in modules),
+        extra_reasons=extra_reasons,
         fp8_archs=fp8_archs,
         prepare_qkv=prepare_qkv,
         built_in=True,
@@ -116,6 +127,7 @@ def _cute(
 
 
 _CUTE_ATTENTION: dict[str, Any] = dict(
+    extra_reasons=_cache_suits_q,
     modes=("bf16", "fp16", "widen", "fp8", "fp8_pv"),
     q_dtypes=("bf16", "fp16", "fp8_e4m3"),
     kv_dtypes=("bf16", "fp16", "fp8_e4m3", "fp8_e5m2"),
@@ -140,6 +152,7 @@ _INDEX: dict[str, Any] = dict(
     index_q_dtypes=INDEX_FLOATS, index_dtypes=INDEX_FLOATS, index_dims=(64, 128), page_sizes=POWERS_16_TO_256, block_sizes=POWERS_16_TO_256
 )
 _ATTENTION: dict[str, Any] = dict(
+    extra_reasons=_cache_suits_q,
     modes=ATTENTION_MODES,
     q_dtypes=("bf16", "fp16", "fp32", "fp8_e4m3"),
     kv_dtypes=ALL_FLOATS,
@@ -150,7 +163,9 @@ _ATTENTION: dict[str, Any] = dict(
 
 
 _REFERENCE_INDEX: dict[str, Any] = dict(index_q_dtypes=(*INDEX_FLOATS, "fp64"), index_dtypes=(*INDEX_FLOATS, "fp64"))
-_REFERENCE_ATTENTION: dict[str, Any] = dict(q_dtypes=("bf16", "fp16", "fp32", "fp64", "fp8_e4m3"), kv_dtypes=CACHE_FLOATS)
+_REFERENCE_ATTENTION: dict[str, Any] = dict(
+    extra_reasons=_cache_suits_q, q_dtypes=("bf16", "fp16", "fp32", "fp64", "fp8_e4m3"), kv_dtypes=CACHE_FLOATS
+)
 """What the stages' own checks let through: the reference computes all of it."""
 
 

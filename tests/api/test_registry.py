@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from stage_calls import python, registered
 
 import m3attn
+from m3attn.dtypes import NAME_TO_DTYPE
 from m3attn.registry import STAGES, Capabilities, find
 
 ATTENTION = dict(num_q_heads=64, num_kv_heads=4, q_dtype="bf16", kv_dtype="bf16")
@@ -162,6 +164,25 @@ def test_every_architecture_is_supported_or_refused_with_a_reason(stage: str, ar
         assert explained.chosen == "reference"
         assert reason in explained.reasons["triton"]
         assert reason in str(explained)
+
+
+@pytest.mark.parametrize("stage", ("sparse_attention", "dense_attention", "index_score"))
+def test_explain_refuses_the_formats_that_calls_refuse(stage: str) -> None:
+    """Every pair of formats: explain has something to run it exactly where the call does not raise TypeError."""
+    batch = m3attn.PagedBatch.from_lengths([1], [3], torch.zeros(1, 1, dtype=torch.int32), page_size=16, block_size=16)
+    q, pages, ids = torch.ones(1, 2, 64), torch.ones(1, 2, 16, 64), torch.zeros(2, 1, 1, dtype=torch.int32)
+    for (q_name, q_dtype), (name, dtype) in itertools.product(NAME_TO_DTYPE.items(), repeat=2):
+        k = pages.to(dtype)
+        cache = m3attn.LayerCache(k=k, v=k, index_k=k[:, 0])
+        arguments = {"sparse_attention": (cache, ids, batch), "dense_attention": (cache, batch), "index_score": (cache, batch)}[stage]
+        fields = {"index_q_dtype": q_name, "index_dtype": name} if stage == "index_score" else {"q_dtype": q_name, "kv_dtype": name}
+        explained = m3attn.explain(stage, arch="cpu", page_size=16, block_size=16, **fields)
+        try:
+            getattr(m3attn, stage)(q.to(q_dtype), *arguments)
+        except TypeError:
+            assert explained.chosen is None, (q_name, name)
+        else:
+            assert explained.chosen == "reference", (q_name, name, str(explained))
 
 
 def test_an_architecture_that_is_none_raises() -> None:
