@@ -96,16 +96,16 @@ def test_within_the_bound(case: AttentionCase) -> None:
     check(attention_inputs(case, "cpu"))
 
 
-def test_halves_pass_over_more_blocks_than_there_are_stages() -> None:
-    """The first four tokens of a tile select what the others do not, in runs longer than the pipeline."""
-    inputs = attention_inputs(replace(BASE, step=LONG, topk=8), "cpu")
+@pytest.mark.parametrize("second", [[1, 2, 3, 4, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]], ids=["stages", "entries"])
+def test_halves_pass_over_more_blocks_than_there_is_room_for(second: list[int]) -> None:
+    """The first four tokens of a tile select what the others do not, in runs longer than the pipeline, of stages and of entries."""
+    inputs = attention_inputs(replace(BASE, step=replace(LONG, seq_lens=(1820,)), topk=16), "cpu")
     assert inputs.ids is not None
-    own = (1500 - 24 + torch.arange(24)) // 128  # 11
-    first, second = torch.tensor([0, 5, 6, 7, -1, -1]), torch.tensor([1, 2, 3, 4, 8, 9])
-    is_first = (torch.arange(24) // 4 % 2 == 0)[:, None]
-    inputs.ids[0, :, :6] = torch.where(is_first, first, second).int()
-    inputs.ids[0, :, 6] = -1
-    inputs.ids[0, :, 7] = own.int()
+    first = [0, 5, 6, 7] if len(second) == 6 else [0]
+    lists = torch.full((2, 16), -1, dtype=torch.int32)
+    for half, blocks in enumerate((first, second)):
+        lists[half, : len(blocks) + 1] = torch.tensor([*blocks, 14])  # 14 is everybody's own
+    inputs.ids[0] = lists[torch.arange(24) // 4 % 2]
     check(inputs)
 
 
