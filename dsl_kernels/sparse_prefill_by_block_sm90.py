@@ -49,8 +49,10 @@ PAGES = 2
 """Blocks in shared memory."""
 SLOTS = 4
 """Batches in shared memory: the queries of as many picks as fill 64 rows."""
-FILL_BLOCKS = 8
+FILL_BLOCKS = 16
 """Thread blocks a multiprocessor that fill lists."""
+PART_STORES = "cs"
+"""Partials leave the L2 cache first: queries are read again sooner."""
 NO_PART = -1
 NO_ITEM = -1
 
@@ -499,7 +501,8 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                 steps_of_part = cute.make_tensor(mPartOut.iterator + outputs, cute.make_layout((8, steps), stride=(1, 256)))
                 for step in cutlass.range_constexpr(steps):
                     rOut.store((output[None, step, r].load() * factors[r]).to(self.out_dtype))
-                    cute.autovec_copy(rOut, steps_of_part[None, step])
+                    words = cute.recast_tensor(rOut, Int32).load()
+                    cute.arch.store(steps_of_part[None, step].iterator.llvm_ptr, words, cop=PART_STORES)
                 if lane % 4 == 0:
                     mPartLse[lse] = logsums[r]
 
