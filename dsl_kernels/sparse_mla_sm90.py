@@ -40,7 +40,7 @@ LINES = LATENT // LINE + 1
 WARP_TOKENS = TOKENS // 4
 VALUE_STAGES = 2
 READS_AHEAD = 1
-"""Of the transposition, 512 bytes of a warp each, before what was read is written."""
+"""Steps of the transposition, 1 KB of a warp each, that are read before what was read first is written."""
 L2_BYTES = 128
 """What the L2 cache fetches from memory for a copy of 16 bytes."""
 MERGE_THREADS = 128
