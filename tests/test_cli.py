@@ -16,7 +16,7 @@ from m3attn.bench.shapes import Heads
 from m3attn.cli.main import main
 from m3attn.demo import geometry, queries, text
 from m3attn.demo.plot import chosen_blocks
-from m3attn.demo.run import Options, choose_formats, choose_geometry, steps
+from m3attn.demo.run import Options, choose_formats, choose_geometry, choose_implementation, steps
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU behaviour")
@@ -157,6 +157,16 @@ def test_demo_runs_triton_in_the_interpreter_by_default(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Triton kernels run in Triton's interpreter" in done.stdout and "ids equal" in done.stdout
     assert " triton " in done.stdout
+
+
+@NO_GPU
+def test_demo_where_the_interpreter_does_not_run(page, capsys, monkeypatch):
+    pytest.importorskip("triton")
+    broken = m3attn.BrokenImplementation("the interpreter of Triton 3.6.0 does not run with numpy 2.4.6: install numpy<2.4")
+    monkeypatch.setattr(m3attn.Implementation, "load", lambda self: (_ for _ in ()).throw(broken))
+    assert choose_implementation(None, CPU) == (None, f"no GPU, so the reference runs: {broken}")
+    assert main(["demo", "--text", str(page), "--impl", "triton"]) == 2
+    assert "--impl triton: the interpreter of Triton" in capsys.readouterr().err
 
 
 def test_the_shipped_text():

@@ -4,6 +4,8 @@ Naming, in every kernel of this folder: `x_ptr` a tensor, `x_strides` its stride
 words for state (`running_max`, `accumulator`), capitals for compile-time values (`BLOCK_*` tile sizes). A shape comment stands at each tile.
 """
 
+from importlib.metadata import version
+
 import triton
 import triton.language as tl
 from triton import knobs
@@ -12,6 +14,19 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INT32_MAX = tl.constexpr(2147483647)
+
+
+@triton.jit
+def _count_to(n):
+    for _ in range(0, n):
+        pass
+
+
+if INTERPRETED.value:
+    try:
+        _count_to[(1,)](1)
+    except Exception as error:  # Triton 3.6 makes an index of a one-element array, which numpy 2.4 no longer does
+        raise RuntimeError(f"the interpreter of Triton {triton.__version__} does not run with numpy {version('numpy')}: install numpy<2.4") from error
 
 
 @triton.jit

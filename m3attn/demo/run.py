@@ -23,6 +23,7 @@ from m3attn.demo.geometry import Geometry
 from m3attn.demo.model import FORMATS, Formats, Model
 from m3attn.demo.record import Recorder
 from m3attn.problem import Problem, arch_of
+from m3attn.registry import BrokenImplementation, find
 from m3attn.rules import find_rule
 
 INTERPRETED_SAMPLE_ROWS = 32
@@ -106,7 +107,22 @@ def choose_implementation(asked: str | None, device: torch.device) -> tuple[str 
         return None, "no GPU and no triton here, so the reference runs"
     if asked is None or ("triton" in asked and has_triton):
         m3attn.interpret()
+        if (fault := interpreter_fault()) is not None:
+            if asked is not None:
+                raise ValueError(f"--impl {asked}: {fault}")
+            return None, f"no GPU, so the reference runs: {fault}"
     return asked or "triton", f"--impl {asked}" if asked else "no GPU, so the Triton kernels run in Triton's interpreter, on small sizes"
+
+
+def interpreter_fault() -> str | None:
+    """Why the Triton kernels do not run in the interpreter here, if they do not."""
+    implementation = find("index_score", "triton")
+    assert implementation is not None
+    try:
+        implementation.load()
+    except BrokenImplementation as error:
+        return str(error)
+    return None
 
 
 def choose_geometry(options: Options, device: torch.device) -> Geometry:
