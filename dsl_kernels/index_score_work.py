@@ -300,10 +300,11 @@ class ScoreWork:
         num_ctas, _, _ = cute.arch.grid_dim()
         num_tiles = rows.num_tiles(self.tokens)
         item, step = Int32(0), Int32(0)
+        request, first_row, tokens, first_position, seq_len, live = (Int32(0) for _ in range(6))
         for first_block in cutlass.range(0, num_blocks, chunk_blocks, unroll=1):
             total = Int32(0)
             for base in cutlass.range(0, num_tiles, 32, unroll=1):
-                _, _, _, _, _, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
+                request, first_row, tokens, first_position, seq_len, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
                 total += self.cost(cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks))
             total = cute.arch.warp_reduction_sum(total)
             share = cute.ceil_div(total, num_ctas)
@@ -311,7 +312,8 @@ class ScoreWork:
             end = cutlass.min(begin + share, total)
             before, base = Int32(0), Int32(0)
             while base < num_tiles and before < end:
-                request, first_row, tokens, first_position, seq_len, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
+                if num_tiles > 32:  # else they are known since they were counted, which a short step waits for less
+                    request, first_row, tokens, first_position, seq_len, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
                 work = cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks)
                 up_to = before + index_rows.prefix_sum(self.cost(work), lane)
                 tile_begin = cutlass.max(begin - (up_to - work), 0)
