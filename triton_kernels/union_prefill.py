@@ -2,7 +2,8 @@
 
 Queries near each other select mostly the same blocks, so that a union is far shorter than its tokens' lists together, and tokens times heads
 fill the 64 rows of Hopper's and Blackwell's matrix instructions. A row of a token that did not select a block sees none of its keys.
-A first kernel writes every tile's union; the second attends, and gives each row the same bits whatever tile it stands in.
+A first kernel writes every tile's union; the second attends, and gives each row the same bits whatever tile it stands in, as long as what the
+union names is finite: weights of zero times NaN or infinity, of a live key that a neighbour selected, are NaN.
 """
 
 from __future__ import annotations
