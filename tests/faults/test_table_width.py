@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -49,23 +50,19 @@ def replay_ms(call: Callable[[], object]) -> Callable[[], float]:
 @pytest.mark.parametrize(("stage", "key"), STAGES)
 def test_time_does_not_depend_on_the_width(stage: str, key: str, step: Step) -> None:
     """B86: within 10% (and 2 us, for the launches) at 256 to 8,192 columns for 256 live pages."""
-    function = getattr(m3attn, stage)
+    function = partial(getattr(m3attn, stage), impl=key)
     if stage.endswith("attention"):
         case = AttentionCase(step, 64, 4, topk=16 if stage == "sparse_attention" else 0)
         skip_if_declined(stage, key, case.problem(arch()))
         inputs = attention_inputs(case, DEVICE)
-        calls = {
-            width: lambda given=replace(inputs, batch=widened(inputs.batch, width)): function(*given.arguments(), **given.options, impl=key)
-            for width in WIDTHS
-        }
+        batches = {width: widened(inputs.batch, width) for width in WIDTHS}
+        calls = {width: partial(function, *replace(inputs, batch=batch).arguments(), **inputs.options) for width, batch in batches.items()}
     else:
         case = IndexCase(step)
         skip_if_declined(stage, key, case.problem(arch()))
         given = index_inputs(case, DEVICE)
         options = given.selection if stage == "index_topk" else {}
-        calls = {
-            width: lambda batch=widened(given.batch, width): function(given.index_q, given.cache, batch, **options, impl=key) for width in WIDTHS
-        }
+        calls = {width: partial(function, given.index_q, given.cache, widened(given.batch, width), **options) for width in WIDTHS}
     replays = {width: replay_ms(call) for width, call in calls.items()}
     times = {width: min(replay() for _ in range(30)) for width, replay in replays.items()}
     fastest = min(times.values())
