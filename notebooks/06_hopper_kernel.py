@@ -11,7 +11,8 @@
 # %% [markdown]
 # # 6. The Hopper kernel, tile by tile
 #
-# `cute_sm90` is sparse prefill for Hopper, written in the CuTe DSL: a warp that loads, two warpgroups that multiply, and barriers between them.
+# `cute_sm90` is sparse prefill for Hopper, written in the CuTe DSL: a warp that plans, one that loads, two warpgroups that multiply, and
+# barriers between them.
 # Such a kernel is hard to read because much of it happens at once. Here it runs on a CPU: `tests/ptxsim` interprets the PTX that the DSL makes of
 # it, one warp after another, and we write down who loads, who multiplies and who waits. Then we give these steps durations and see what the
 # schedule buys.
@@ -91,8 +92,8 @@ print(f"loads of a block: {T * K} with a program a token, {sum(unions)} with til
 #
 # ## Who finds the union
 #
-# The producer is one warp. It holds all ids of the tile in registers, spread over its lanes, and takes the last block out, again and again. `redux`
-# is one instruction for a maximum, or an OR, over the warp: first the block, then a word with a bit for each token that chose it. The last block
+# The merging warp. It holds all ids of the tile in registers, spread over its lanes, and takes the last block out, again and again. `redux` is one
+# instruction for a maximum, or an OR, over the warp: first the block, then a word with a bit for each token that chose it. The last block
 # comes first because it is the tokens' own: they see it in part, it needs the causal mask, and the path with the mask has no overlap, which the
 # first block of a tile cannot have anyway.
 
@@ -159,7 +160,7 @@ for order in ORDERS:
 assert all(torch.equal(out, results["eager"]) for out in results.values()) and (results["eager"].double() - exact).abs().max() < 0.01
 
 # %% [markdown]
-# The same bits in every order. Is that a test of anything? Break the kernel and see: without the zeros that the producer writes behind the last
+# The same bits in every order. Is that a test of anything? Break the kernel and see: without the zeros that the loading warp writes behind the last
 # token, the NaN there meets a weight of 0; and without its waits for the matrix unit a warpgroup reads accumulators that are not finished.
 
 
@@ -194,10 +195,12 @@ NOTED = {"tma_load", "wgmma", "wgmma_commit", "wgmma_wait", "mbar_init", "mbar_w
 
 def _noting(name: str, original, notes: list):
     def method(warp, *arguments):
+        address = int(arguments[0][0]) & 0xFFFFFF if name.startswith("mbar") else None
+        phase = warp.cta.mbars[address].phase if name == "mbar_arrive" else None  # how often everybody had arrived before
         result = original(warp, *arguments)
         what = None
-        if name.startswith("mbar"):
-            what = int(arguments[0][0]) & 0xFFFFFF  # the barrier's address
+        if address is not None:
+            what = address, warp.cta.mbars[address].phase if phase is None else phase
         elif name == "wgmma":
             what = "values" if arguments[1][-1] else "keys"  # P comes from registers, queries from shared memory
         elif name == "wgmma_wait":
@@ -214,63 +217,83 @@ def _noting(name: str, original, notes: list):
 # %%
 @contextmanager
 def traced(notes: list):
-    """While it is open, warps write (thread block, warp, what, argument, whether it had to wait) into `notes`."""
+    """While it is open, warps write (thread block, warp, what, argument, whether it had to wait) into `notes`.
+
+    A barrier's argument: its address, and its phase, which counts how often all had arrived."""
     with mock.patch.multiple(Warp, **{name: _noting(name, getattr(Warp, name), notes) for name in NOTED}):
         yield
 
 
 # %% [markdown]
-# A thread block has 12 warps: 0 produces, 4 to 7 are one half, 8 to 11 the other. We keep warps 0, 4 and 8 of the thread block with the most to do.
+# A thread block has 12 warps: 0 loads, 1 merges, 2 and 3 rest, 4 to 7 are one half, 8 to 11 the other. We keep warps 0, 1, 4 and 8 of the thread
+# block with the most to do.
 
 # %%
 notes: list = []
 with traced(notes), simulated("random", seed=1):
     sparse_attention_sm90.sparse_attention(make_call())
 busiest = max({n[0] for n in notes}, key=lambda cta: sum(n[0] == cta for n in notes))
-notes = [n for n in notes if n[0] == busiest and n[1] in (0, 4, 8)]
-addresses = sorted({n[3] for n in notes if n[2] == "mbar_init"})
-STAGES = (len(addresses) - 1) // 4
+notes = [n for n in notes if n[0] == busiest and n[1] in (0, 1, 4, 8)]
+addresses = sorted({n[3][0] for n in notes if n[2] == "mbar_init"})
+ENTRIES = sparse_prefill_sm90.ENTRIES
+STAGES = (len(addresses) - 1 - 3 * ENTRIES) // 4
 loaded = [n[3] for n in notes if n[2] == "tma_load"]
 walked = [int((pages == page).nonzero()) for page in dict.fromkeys(loaded)]  # values are loaded one block behind keys
-assert walked in [[block for block, _ in entries(ids[0, first : first + TILE])] for first in range(0, T, TILE)]
+tiles = [entries(ids[0, first : first + TILE]) for first in range(0, T, TILE)]
+(TILE_ENTRIES,) = (tile for tile in tiles if [block for block, _ in tile] == walked)
 print("blocks as they were loaded:", walked)
-print(f"{len(notes)} notes; {len(addresses)} barriers: full and empty for {STAGES} stages of keys and of values, and one for the last page")
+print(f"{len(notes)} notes; {len(addresses)} barriers: full and empty for {STAGES} stages of keys and of values,")
+print(f"written, full and empty for {ENTRIES} entries of the merging warp, and one for the last page")
 
 # %%
 KINDS = {"tma_load": ("load", "tab:blue"), "wgmma": ("multiply", "tab:orange"), "mbar_arrive": ("say that it is there, or free", "tab:green")}
-figure, panel = plt.subplots(figsize=(11, 2.6), layout="constrained")
-for lane, warp in enumerate((0, 4, 8)):
+figure, panel = plt.subplots(figsize=(11, 3), layout="constrained")
+LANES = {"merges": 1, "loads": 0, "half 0": 4, "half 1": 8}
+for lane, warp in enumerate(LANES.values()):
     own = [(time, n) for time, n in enumerate(notes) if n[1] == warp]
     panel.vlines([time for time, n in own if n[4]], lane - 0.4, lane + 0.4, color="lightgray", label="wait" if lane == 0 else None)
     for name, (label, colour) in KINDS.items():
         times = [time for time, n in own if n[2] == name]
-        panel.vlines(times, lane - 0.3, lane + 0.3, color=colour, linewidth=1, label=label if lane == (name == "wgmma") else None)
-panel.set(yticks=range(3), yticklabels=["producer", "half 0", "half 1"], xlabel="the interpreter's order of events", ylim=(2.6, -0.6))
+        panel.vlines(times, lane - 0.3, lane + 0.3, color=colour, linewidth=1, label=label if lane == (2 if name == "wgmma" else 1) else None)
+panel.set(yticks=range(4), yticklabels=LANES, xlabel="the interpreter's order of events", ylim=(3.6, -0.6))
 panel.legend(loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=4, fontsize=8)
 plt.show()
 
 # %% [markdown]
-# The axis is the order in which the interpreter got to it, not time. What can be read off: the producer runs three blocks ahead and then waits
-# for a stage to be freed; the halves take turns at nothing, they only wait for blocks.
+# The axis is the order in which the interpreter got to it, not time. What can be read off: the merging warp runs up to eight entries ahead; the
+# loading warp runs three blocks ahead and then waits for a stage to be freed; the halves take turns at nothing, they only wait for blocks.
 #
 # ## The same as a list of operations
 #
-# A barrier of a *ring* is used once for every third block, so its n-th use at stage s is about block 3n + s. That turns addresses into
-# block numbers.
+# A barrier of a *ring* is used once for every third block, so phase n of stage s is about block 3n + s. That turns addresses into block numbers. A
+# block that a half passes over is freed by the loading warp in its name. (Entries are left out: they come long before the loads.)
 
 
 # %%
-def operations(warp: int) -> list[tuple]:
-    """What a warp does in order: (wait full | wait free | load | free, ring, block), (multiply, ring), (await, products still open)."""
-    found, uses, ring = [], {}, ""
+HALVES = ("half 0", "half 1")
+
+
+def absent(number: int) -> list[str]:
+    """The halves none of whose tokens chose the tile's n-th block."""
+    return [half for half, bits in zip(HALVES, (0x0F, 0xF0), strict=True) if not TILE_ENTRIES[number][1] & bits]
+
+
+# %%
+def operations(actor: str, warp: int) -> list[tuple]:
+    """What a warp does in order: (wait full | wait free | load, ring, block), (free, ring, block, half), (multiply, ring), (await, products open)."""
+    found, ring = [], ""
     for _, _, name, what, had_to_wait in (n for n in notes if n[1] == warp):
         if name in ("mbar_wait", "mbar_arrive") and not had_to_wait:
-            place = addresses.index(what)
+            place, phase = addresses.index(what[0]), what[1]
             if place < 4 * STAGES:
                 whose, state = ("keys", "values")[place // (2 * STAGES)], ("full", "free")[place // STAGES % 2]
-                number = uses[name, place] = uses.get((name, place), -1) + 1
-                verb = f"wait {state}" if name == "mbar_wait" else "load" if state == "full" else "free"
-                found.append((verb, whose, number * STAGES + place % STAGES))
+                number = phase * STAGES + place % STAGES
+                if name == "mbar_wait":  # a full stage has had its arrivals
+                    found.append((f"wait {state}", whose, number - STAGES if state == "full" else number))
+                elif state == "full":
+                    found.append(("load", whose, number))
+                else:
+                    found += [("free", whose, number, half) for half in (absent(number) if actor == "loads" else [actor])]
         elif name == "wgmma_commit":
             found.append(("multiply", ring))
         elif name == "wgmma":
@@ -280,7 +303,8 @@ def operations(warp: int) -> list[tuple]:
     return found
 
 
-ACTORS = {"producer": operations(0), "half 0": operations(4), "half 1": operations(8)}
+# %%
+ACTORS = {name: operations(name, warp) for name, warp in LANES.items() if name != "merges"}
 for line in ACTORS["half 0"][:15]:
     print(*line)
 
@@ -289,7 +313,7 @@ for line in ACTORS["half 0"][:15]:
 # (`await 1`: one may stay open). The softmax of this block runs while the other product does.
 
 # %%
-show("consume")
+show("attend_half")
 
 # %% [markdown]
 # ## Durations
@@ -311,7 +335,7 @@ class Replay:
 
     stages: int = STAGES
     overlap: bool = True
-    halves: int = 2
+    halves: tuple[str, ...] = HALVES
     softmax: int = SOFTMAX
     latency: int = LOAD_LATENCY
     full: dict = field(default_factory=dict)
@@ -326,8 +350,8 @@ class Replay:
         if verb == "wait full":
             return self.full.get(tuple(where))
         if verb == "wait free" and where[1] >= self.stages:
-            times = self.freed.get((where[0], where[1] - self.stages), [])
-            return max(times) if len(times) == self.halves else None
+            times = self.freed.get((where[0], where[1] - self.stages), {})
+            return max(times[half] for half in self.halves) if set(self.halves) <= set(times) else None
         return 0
 
 
@@ -346,7 +370,7 @@ def perform(self: Replay, actor: str, operation: tuple, now: float, products: li
         self.spans.append(("tensor cores", actor, begin, self.tensor))
         return now if self.overlap else self.tensor
     elif verb == "free":
-        self.freed.setdefault(tuple(where), []).append(now)
+        self.freed.setdefault(tuple(where[:2]), {})[where[2]] = now
     elif verb == "await":
         done = products[: len(products) - where[0]]
         del products[: len(done)]
@@ -393,10 +417,10 @@ def draw(model: Replay, title: str, panel) -> None:
     panel.invert_yaxis()
 
 
-alone = {name: ACTORS[name] for name in ("producer", "half 0")}
+alone = {name: ACTORS[name] for name in ("loads", "half 0")}
 figure, panels = plt.subplots(2, 1, figsize=(11, 5), layout="constrained", sharex=True)
 draw(replay(ACTORS), "as the kernel has it", panels[0])
-draw(replay(alone, halves=1, overlap=False), "half 0 alone, each product awaited at once", panels[1])
+draw(replay(alone, halves=("half 0",), overlap=False), "half 0 alone, each product awaited at once", panels[1])
 panels[1].set_xlabel("cycles of the model")
 handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
 figure.legend(
@@ -417,8 +441,10 @@ variants = {}
 for overlap in (False, True):
     inside = "overlap inside" if overlap else "awaited at once"
     variants[f"two halves, {inside}"] = [length(replay(ACTORS, overlap=overlap, softmax=cost)) for cost in costs]
-    single = [{"producer": ACTORS["producer"], half: ACTORS[half]} for half in ("half 0", "half 1")]
-    variants[f"one after the other, {inside}"] = [sum(length(replay(s, halves=1, overlap=overlap, softmax=cost)) for s in single) for cost in costs]
+    variants[f"one after the other, {inside}"] = [
+        sum(length(replay({"loads": ACTORS["loads"], half: ACTORS[half]}, halves=(half,), overlap=overlap, softmax=cost)) for half in HALVES)
+        for cost in costs
+    ]
 figure, panel = plt.subplots(figsize=(8, 3.4), layout="constrained")
 for (name, cycles), style in zip(variants.items(), ("C0--", "C1--", "C0-", "C1-"), strict=True):
     panel.plot(costs, cycles, style, label=name)
@@ -433,7 +459,7 @@ assert all(variants["two halves, overlap inside"][i] <= min(other[i] for other i
 # costs more: rescaling, masks, maxima and conversions come on top of the exponentials, so a real softmax lies to the right of the dotted line. How
 # far, only a GPU says.
 #
-# And the ring: how far ahead may the producer run? More stages cost shared memory, which there is not, but the model can ask.
+# And the ring: how far ahead may the loading warp run? More stages cost shared memory, which there is not, but the model can ask.
 
 # %%
 latencies = list(range(500, 6001, 500))
