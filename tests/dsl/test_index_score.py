@@ -1,4 +1,4 @@
-"""Hopper's index scores beyond the matrix: how work is cut, device values that mean nothing, strides, and a kernel broken on purpose."""
+"""Index scores beyond the matrix, on both architectures: how work is cut, device values that mean nothing, strides; a Hopper kernel broken."""
 
 import dataclasses
 
@@ -8,85 +8,66 @@ from needed import need
 
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
-from simulator import ORDERS, simulated
+from scorers import RAGGED, SM90, SM100, VERIFY, Scorer, call_for, check
+from simulator import ORDERS
 
-from m3attn.calls import IndexScoreCall
 from m3attn.choice import UnsupportedProblem
-from m3attn.dsl_kernels import index_score_sm90
-from m3attn.dsl_kernels.index_score_sm90 import index_score, rows_of_tile
 from m3attn.dsl_kernels.index_score_work import tokens_of_tile
 from m3attn.reference.index import index_score as reference
-from m3attn.scales import UNIT
-from m3attn.testing.bounds import assert_within, score_bound
-from m3attn.testing.cases import IndexCase, Step
-from m3attn.testing.inputs import IndexInputs, index_inputs
-
-RAGGED = Step("ragged", (70, 40, 0, 17), (1100, 300, 5, 9), padded_rows=2, slack=200)
+from m3attn.testing.cases import IndexCase
+from m3attn.testing.inputs import index_inputs
 
 
-def call_for(inputs: IndexInputs, out: torch.Tensor | None = None) -> IndexScoreCall:
-    tokens, heads, _ = inputs.index_q.shape
-    if out is None:
-        out = torch.full((heads, tokens, inputs.batch.num_blocks), float("nan"))
-    return IndexScoreCall(inputs.index_q, inputs.cache.index_key(), inputs.batch, UNIT, UNIT, out)
-
-
-def run(inputs: IndexInputs, order: str = "eager", **device: object) -> torch.Tensor:
-    call = call_for(inputs)
-    with simulated(order, **device):
-        index_score(call)
-    return call.out
+@pytest.fixture(params=[SM90, SM100], ids=["sm90", "sm100"])
+def scorer(request: pytest.FixtureRequest) -> Scorer:
+    return request.param
 
 
 @pytest.mark.parametrize("q_len", [1, 16, 17, 300])
 @pytest.mark.parametrize("heads", range(1, 17))
-def test_rows_of_a_tile_fill_swizzle_patterns(heads: int, q_len: int) -> None:
+def test_rows_of_a_tile_fill_swizzle_patterns(scorer: Scorer, heads: int, q_len: int) -> None:
     batch = dataclasses.replace(index_inputs(IndexCase(RAGGED), "cpu").batch, max_seqlen_q=q_len)
-    rows = rows_of_tile(heads, batch)
+    rows = scorer.module.rows_of_tile(heads, batch)
     tokens = tokens_of_tile(rows, heads)
     assert tokens % 8 == 0 and 0 < tokens * heads <= rows
-    assert tokens >= q_len or rows >= 128
+    assert tokens >= q_len or (rows >= 128 if scorer is SM90 else rows == 256)
 
 
 @pytest.mark.parametrize(("ctas", "chunk", "order"), [(1, 512, "lazy"), (4, 512, "random"), (7, 3, "eager"), (40, 1, "random")])
-def test_work_is_cut_anywhere_with_the_same_bits(ctas: int, chunk: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_cut_anywhere_with_the_same_bits(scorer: Scorer, ctas: int, chunk: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = index_inputs(IndexCase(RAGGED), "cpu")
-    expected = run(inputs)
-    exact, tolerance = score_bound(inputs.index_q, inputs.cache, inputs.batch)
-    assert_within(expected, exact, tolerance)
-    monkeypatch.setattr(index_score_sm90, "num_ctas", lambda device: ctas)
-    monkeypatch.setattr(index_score_sm90, "CHUNK_BLOCKS", chunk)
-    assert torch.equal(run(inputs, order), expected)
+    expected = scorer.run(inputs)
+    check(inputs, expected)
+    monkeypatch.setattr(scorer.module, "num_ctas", lambda device: ctas)
+    monkeypatch.setattr(scorer.module, "CHUNK_BLOCKS", chunk)
+    assert torch.equal(scorer.run(inputs, order), expected)
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(4, 64), (8, 128), (3, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_verify_is_cut_anywhere_with_the_same_bits(dtype: torch.dtype, heads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step("verify", (16, 3, 0, 8), (900, 1300, 5, 9), padded_rows=1)
-    inputs = index_inputs(IndexCase(step, num_heads=heads, q_dtype=dtype, k_dtype=dtype), "cpu")
-    assert rows_of_tile(heads, inputs.batch) == rows
-    expected = run(inputs)
-    exact, tolerance = score_bound(inputs.index_q, inputs.cache, inputs.batch)
-    assert_within(expected, exact, tolerance)
-    monkeypatch.setattr(index_score_sm90, "num_ctas", lambda device: 8)
-    assert torch.equal(run(inputs, "random"), expected)
+    inputs = index_inputs(IndexCase(VERIFY, num_heads=heads, q_dtype=dtype, k_dtype=dtype), "cpu")
+    assert SM90.module.rows_of_tile(heads, inputs.batch) == rows
+    expected = SM90.run(inputs)
+    check(inputs, expected)
+    monkeypatch.setattr(SM90.module, "num_ctas", lambda device: 8)
+    assert torch.equal(SM90.run(inputs, "random"), expected)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-def test_pages_smaller_than_a_block(page_size: int) -> None:
+def test_pages_smaller_than_a_block(scorer: Scorer, page_size: int) -> None:
     inputs = index_inputs(IndexCase(dataclasses.replace(RAGGED, page_size=page_size), num_heads=2), "cpu")
-    exact, tolerance = score_bound(inputs.index_q, inputs.cache, inputs.batch)
-    assert_within(run(inputs, "random"), exact, tolerance)
+    check(inputs, scorer.run(inputs, "random"))
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [("cu_seqlens_q", [0, 110, 70, -5, 2**30]), ("seq_lens", [1100, -7, 2**31 - 1, 2**20]), ("page_table", [2**31 - 1, -(2**31)])],
 )
-def test_values_out_of_range_reach_no_memory_and_no_other_request(name: str, values: list[int]) -> None:
+def test_values_out_of_range_reach_no_memory_and_no_other_request(scorer: Scorer, name: str, values: list[int]) -> None:
     """The interpreter refuses every access outside a tensor; the first request's values are right and so are its scores."""
     inputs = index_inputs(IndexCase(RAGGED), "cpu")
-    expected = run(inputs)
+    expected = scorer.run(inputs)
     tensor = getattr(inputs.batch, name).clone()
     if name == "page_table":
         tensor[1:] = torch.tensor(values, dtype=torch.int32).repeat(tensor[1:].numel())[: tensor[1:].numel()].view_as(tensor[1:])
@@ -94,36 +75,34 @@ def test_values_out_of_range_reach_no_memory_and_no_other_request(name: str, val
         tensor[-len(values) :] = torch.tensor(values, dtype=torch.int32)
         if name == "cu_seqlens_q":
             tensor[:2] = inputs.batch.cu_seqlens_q[:2]
-    out = run(dataclasses.replace(inputs, batch=dataclasses.replace(inputs.batch, **{name: tensor})))
+    out = scorer.run(dataclasses.replace(inputs, batch=dataclasses.replace(inputs.batch, **{name: tensor})))
     assert torch.equal(out[:, :70], expected[:, :70])
 
 
-def test_strides_of_queries_and_scores() -> None:
+def test_strides_of_queries_and_scores(scorer: Scorer) -> None:
     inputs = index_inputs(IndexCase(RAGGED, num_heads=2), "cpu")
-    expected = run(inputs)
+    expected = scorer.run(inputs)
     row = torch.full((inputs.index_q.shape[0], 7 * 128), float("nan"), dtype=inputs.index_q.dtype)
     queries = row[:, 3 * 128 : 5 * 128].unflatten(1, (2, 128)).copy_(inputs.index_q)
     block_major = torch.full((inputs.batch.num_blocks, 2, inputs.index_q.shape[0]), float("nan")).permute(1, 2, 0)
     call = call_for(dataclasses.replace(inputs, index_q=queries), block_major)
-    with simulated("random"):
-        index_score(call)
-    assert torch.equal(call.out, expected)
+    assert torch.equal(scorer.score(call, "random"), expected)
 
 
 @pytest.mark.parametrize("argument", ["index_q", "cache.index_k"])
-def test_what_tma_cannot_read_is_declined(argument: str) -> None:
+def test_what_tma_cannot_read_is_declined(scorer: Scorer, argument: str) -> None:
     inputs = index_inputs(IndexCase(RAGGED), "cpu")
     call = call_for(inputs)
     name = argument.removeprefix("cache.")
     tensor = getattr(call, name)
     wider = torch.zeros(*tensor.shape[:-1], 132, dtype=tensor.dtype)[..., :128]
-    with simulated(), pytest.raises(UnsupportedProblem, match=rf"{argument}: expected .* multiples of 16 bytes"):
-        index_score(dataclasses.replace(call, **{name: wider}))
+    with pytest.raises(UnsupportedProblem, match=rf"{argument}: expected .* multiples of 16 bytes"):
+        scorer.score(dataclasses.replace(call, **{name: wider}))
     assert bool(call.out.isnan().all())
 
 
 @pytest.mark.parametrize(("requests", "pages"), [(0, 3), (2, 0)])
-def test_no_requests_and_no_pages(requests: int, pages: int) -> None:
+def test_no_requests_and_no_pages(scorer: Scorer, requests: int, pages: int) -> None:
     inputs = index_inputs(IndexCase(RAGGED), "cpu")
     batch = dataclasses.replace(
         inputs.batch,
@@ -132,17 +111,15 @@ def test_no_requests_and_no_pages(requests: int, pages: int) -> None:
         cu_seqlens_q=inputs.batch.cu_seqlens_q[: requests + 1],
     )
     call = dataclasses.replace(call_for(inputs), index_k=inputs.cache.index_key()[:pages], batch=batch)
-    with simulated():
-        index_score(call)
-    assert bool(call.out.isneginf().all())
+    assert bool(scorer.score(call).isneginf().all())
 
 
-def test_nan_products_are_ignored_unless_all_are() -> None:
+def test_nan_products_are_ignored_unless_all_are(scorer: Scorer) -> None:
     inputs = index_inputs(IndexCase(RAGGED, num_heads=1), "cpu")
     page = inputs.batch.page_table[0].long()
     inputs.cache.index_k[page[2], 5] = float("nan")
     inputs.cache.index_k[page[3]] = float("nan")
-    scores, expected = run(inputs), reference(inputs.index_q, inputs.cache.index_key(), inputs.batch)
+    scores, expected = scorer.run(inputs), reference(inputs.index_q, inputs.cache.index_key(), inputs.batch)
     assert torch.equal(scores.isneginf(), expected.isneginf()) and bool(scores[0, 0, 3].isneginf())
     assert torch.allclose(scores[0, :70, :3], expected[0, :70, :3], rtol=1e-5, atol=1e-5)
 
@@ -155,4 +132,4 @@ def test_a_wait_that_is_too_short_is_seen(order: str) -> None:
         assert "wgmma.wait_group.sync.aligned \t1;" in ptx
         return ptx.replace("wgmma.wait_group.sync.aligned \t1;", "wgmma.wait_group.sync.aligned \t2;")
 
-    assert torch.equal(run(inputs, order, edit=edit), run(inputs)) == (order == "eager")
+    assert torch.equal(SM90.run(inputs, order, edit=edit), SM90.run(inputs)) == (order == "eager")

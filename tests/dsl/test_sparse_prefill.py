@@ -7,7 +7,6 @@ import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,68 +16,24 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
+from prefills import BASE, LONG, SM90, SM100, Prefill, call_of
 from simulator import ORDERS, artifacts, simulated
 from triton import knobs
 
 from m3attn.batch import LayerCache
-from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import sparse_prefill_sm90
 from m3attn.dsl_kernels.sparse_attention_sm90 import sparse_attention, workspace_bytes
-from m3attn.dsl_kernels.sparse_prefill_sm90 import KERNEL, Entry, sparse_prefill, tile_tokens
+from m3attn.dsl_kernels.sparse_prefill_sm90 import KERNEL, Entry, tile_tokens
 from m3attn.dsl_kernels.variants import VARIANTS
-from m3attn.scales import Scale
-from m3attn.testing.bounds import attention_bound, product_error
-from m3attn.testing.cases import AttentionCase, Step
-from m3attn.testing.inputs import AttentionInputs, attention_inputs
-from m3attn.testing.poison import poisoned_empty
+from m3attn.testing.cases import AttentionCase
+from m3attn.testing.inputs import attention_inputs
 from m3attn.workspace import WorkShape
 
-RAGGED = Step("ragged", (20, 0, 37, 18), (300, 0, 37, 530), padded_rows=9, slack=130, slack_q=3)
-LONG = Step("long", (24,), (1500,))
-BASE = AttentionCase(RAGGED, 16, 1)
 
-
-def call_of(inputs: AttentionInputs, *, sm_scale: float | None = None) -> SparseAttentionCall:
-    k, v = inputs.cache.key_value()
-    scales = inputs.cache.scales()
-    assert inputs.ids is not None
-    fp8_q = inputs.q.element_size() == 1
-    return SparseAttentionCall(
-        q=inputs.q,
-        k=k,
-        v=v,
-        ids=inputs.ids,
-        batch=inputs.batch,
-        sm_scale=inputs.q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
-        q_scale=Scale.of(inputs.options["q_scale"], argument="q_scale"),
-        k_scale=scales[0],
-        v_scale=scales[1],
-        sink_key=inputs.options["sink_key"],
-        fp8_pv=False,
-        out=torch.full_like(inputs.q, float("nan"), dtype=torch.bfloat16 if fp8_q else inputs.q.dtype),
-        lse=torch.full(inputs.q.shape[:2], float("nan")),
-        workspace=torch.full((256,), 0xFF, dtype=torch.uint8),
-    )
-
-
-def attend(call: SparseAttentionCall, order: str, edit: Callable[[str], str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    call = replace(call, out=call.out.clone(), lse=None if call.lse is None else call.lse.clone())
-    with simulated(order, seed=3, edit=edit), poisoned_empty():
-        sparse_attention(call)
-    assert call.lse is not None
-    return call.out, call.lse
-
-
-def check(inputs: AttentionInputs, *, sm_scale: float | None = None, call: SparseAttentionCall | None = None) -> None:
-    """Every order within the bound, and the same bits in all."""
-    call = call_of(inputs, sm_scale=sm_scale) if call is None else call
-    results = [attend(call, order) for order in ORDERS]
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
-    error = product_error("cute_sm90", "sm_90", inputs.q.dtype, call.k.dtype)
-    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options, error_of_products=error)
-    bound.check(*results[0])
+@pytest.fixture(params=[SM90, SM100], ids=["sm90", "sm100"])
+def prefill(request: pytest.FixtureRequest) -> Prefill:
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -93,7 +48,7 @@ def check(inputs: AttentionInputs, *, sm_scale: float | None = None, call: Spars
     ids=lambda case: case.id,
 )
 def test_within_the_bound(case: AttentionCase) -> None:
-    check(attention_inputs(case, "cpu"))
+    SM90.check(attention_inputs(case, "cpu"))
 
 
 @pytest.mark.parametrize("second", [[1, 2, 3, 4, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]], ids=["stages", "entries"])
@@ -106,41 +61,39 @@ def test_halves_pass_over_more_blocks_than_there_is_room_for(second: list[int]) 
     for half, blocks in enumerate((first, second)):
         lists[half, : len(blocks) + 1] = torch.tensor([*blocks, 14])  # 14 is everybody's own
     inputs.ids[0] = lists[torch.arange(24) // 4 % 2]
-    check(inputs)
+    SM90.check(inputs)
 
 
-def test_a_negative_scale() -> None:
-    check(attention_inputs(BASE, "cpu"), sm_scale=-0.2)
+def test_a_negative_scale(prefill: Prefill) -> None:
+    prefill.check(attention_inputs(BASE, "cpu"), sm_scale=-0.2)
 
 
-def test_rows_at_any_address() -> None:
+def test_rows_at_any_address(prefill: Prefill) -> None:
     inputs = attention_inputs(BASE, "cpu")
     call = call_of(inputs)
     shape = (*call.q.shape[:2], 131)
     q, out = (torch.full(shape, float("nan"), dtype=call.q.dtype)[..., 1:129] for _ in range(2))
     q.copy_(call.q)
-    check(inputs, call=replace(call, q=q, out=out))
+    prefill.check(inputs, call=replace(call, q=q, out=out))
 
 
-def test_scales_on_the_device() -> None:
+def test_scales_on_the_device(prefill: Prefill) -> None:
     inputs = attention_inputs(replace(BASE, scaled=True, mode="bf16"), "cpu")
     scales = [torch.tensor(value) for value in (0.5, 3.0, 0.25)]
     inputs = replace(inputs, cache=replace(inputs.cache, k_scale=scales[1], v_scale=scales[2]), options=inputs.options | {"q_scale": scales[0]})
-    check(inputs)
+    prefill.check(inputs)
 
 
-def test_keys_in_e4m3() -> None:
+def test_keys_in_e4m3(prefill: Prefill) -> None:
     """The kernel on what an fp8 call gives it: e4m3 queries and keys, fp16 values."""
     inputs = attention_inputs(replace(BASE, mode="fp8", sink=torch.bfloat16), "cpu")
     k, v = inputs.cache.key_value()
-    wide = v.to(torch.float16)
     call = call_of(inputs)
     assert call.lse is not None
     for order in ORDERS:
-        with simulated(order, seed=3):
-            sparse_prefill(call, k, wide, inputs.batch, slice(0, 1), torch.zeros(1, dtype=torch.int32))
-    error = product_error("cute_sm90", "sm_90", call.q.dtype, call.k.dtype)
-    attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options, error_of_products=error).check(call.out, call.lse)
+        with simulated(order, arch=f"{prefill.arch}a", seed=3):
+            prefill.kernel.sparse_prefill(call, k, v.to(torch.float16), inputs.batch, slice(0, 1), torch.zeros(1, dtype=torch.int32))
+        prefill.bound(inputs).check(call.out, call.lse)
 
 
 def test_pools_that_tma_cannot_address_are_declined() -> None:
@@ -190,9 +143,9 @@ def test_a_broken_kernel_shows(fault: str) -> None:
 
     inputs = attention_inputs(BASE, "cpu")
     call = call_of(inputs)
-    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options)
+    bound = SM90.bound(inputs)
     with contextlib.suppress(ptxsim.SimError), pytest.raises(AssertionError):
-        bound.check(*attend(call, order, edit))
+        bound.check(*SM90.attend(call, order, edit))
     assert counts and all(counts), "the edit found nothing to break"
 
 

@@ -12,8 +12,8 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
+from prefills import BASE, LONG, RAGGED, call_of
 from simulator import ORDERS, simulated
-from test_sparse_prefill import BASE, LONG, RAGGED, call_of
 
 from m3attn.calls import SparseAttentionCall
 from m3attn.dsl_kernels import block_lists_sm90, sparse_attention_sm90, sparse_prefill_by_block_sm90, sparse_prefill_sm90

@@ -5,7 +5,6 @@ In the interpreter, in eager, lazy and random order, which must agree bit for bi
 
 import contextlib
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,35 +14,15 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
-from simulator import ORDERS, artifacts, simulated
-from test_sparse_prefill import BASE, LONG, call_of
+from prefills import BASE, LONG, SM100, call_of
+from simulator import artifacts
 
-from m3attn.calls import SparseAttentionCall
-from m3attn.dsl_kernels.sparse_attention_sm100 import sparse_attention, workspace_bytes
-from m3attn.dsl_kernels.sparse_prefill_sm100 import KERNEL, SHARED_BYTES, half_tokens, sparse_prefill
+from m3attn.dsl_kernels.sparse_attention_sm100 import workspace_bytes
+from m3attn.dsl_kernels.sparse_prefill_sm100 import KERNEL, SHARED_BYTES, half_tokens
 from m3attn.dsl_kernels.variants import VARIANTS
-from m3attn.testing.bounds import attention_bound
 from m3attn.testing.cases import AttentionCase, Step
 from m3attn.testing.inputs import AttentionInputs, attention_inputs
-from m3attn.testing.poison import poisoned_empty
 from m3attn.workspace import WorkShape
-
-
-def attend(call: SparseAttentionCall, order: str, edit: Callable[[str], str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    call = replace(call, out=call.out.clone(), lse=None if call.lse is None else call.lse.clone())
-    with simulated(order, arch="sm_100a", seed=3, edit=edit), poisoned_empty():
-        sparse_attention(call)
-    assert call.lse is not None
-    return call.out, call.lse
-
-
-def check(inputs: AttentionInputs, *, sm_scale: float | None = None, call: SparseAttentionCall | None = None) -> None:
-    """Every order within the bound, and the same bits in all."""
-    call = call_of(inputs, sm_scale=sm_scale) if call is None else call
-    results = [attend(call, order) for order in ORDERS]
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
-    attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options).check(*results[0])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +35,7 @@ def check(inputs: AttentionInputs, *, sm_scale: float | None = None, call: Spars
     ids=lambda case: case.id,
 )
 def test_within_the_bound(case: AttentionCase) -> None:
-    check(attention_inputs(case, "cpu"))
+    SM100.check(attention_inputs(case, "cpu"))
 
 
 @pytest.mark.slow
@@ -72,7 +51,7 @@ def test_within_the_bound(case: AttentionCase) -> None:
     ids=lambda case: case.id,
 )
 def test_more_cases_within_the_bound(case: AttentionCase) -> None:
-    check(attention_inputs(case, "cpu"))
+    SM100.check(attention_inputs(case, "cpu"))
 
 
 def halves_apart() -> AttentionInputs:
@@ -89,52 +68,20 @@ def halves_apart() -> AttentionInputs:
 
 
 def test_halves_pass_over_each_others_blocks() -> None:
-    check(halves_apart())
+    SM100.check(halves_apart())
 
 
 def test_a_half_without_any_block() -> None:
     """The second half's tokens select nothing: no product of theirs ever runs, and their rows are empty."""
     inputs = halves_apart()
     inputs.ids[0, 8:16] = -1
-    check(inputs)
+    SM100.check(inputs)
 
 
 def test_maxima_that_grow_are_met_by_rescaling() -> None:
     """Logits from block to block far beyond what a weight may exceed 1 by."""
     inputs = attention_inputs(replace(BASE, step=LONG, topk=8), "cpu")
-    check(inputs, sm_scale=4.0)
-
-
-def test_a_negative_scale() -> None:
-    check(attention_inputs(BASE, "cpu"), sm_scale=-0.2)
-
-
-def test_rows_at_any_address() -> None:
-    inputs = attention_inputs(BASE, "cpu")
-    call = call_of(inputs)
-    shape = (*call.q.shape[:2], 131)
-    q, out = (torch.full(shape, float("nan"), dtype=call.q.dtype)[..., 1:129] for _ in range(2))
-    q.copy_(call.q)
-    check(inputs, call=replace(call, q=q, out=out))
-
-
-def test_scales_on_the_device() -> None:
-    inputs = attention_inputs(replace(BASE, scaled=True, mode="bf16"), "cpu")
-    scales = [torch.tensor(value) for value in (0.5, 3.0, 0.25)]
-    inputs = replace(inputs, cache=replace(inputs.cache, k_scale=scales[1], v_scale=scales[2]), options=inputs.options | {"q_scale": scales[0]})
-    check(inputs)
-
-
-def test_keys_in_e4m3() -> None:
-    """The kernel on what an fp8 call gives it: e4m3 queries and keys, fp16 values."""
-    inputs = attention_inputs(replace(BASE, mode="fp8", sink=torch.bfloat16), "cpu")
-    k, v = inputs.cache.key_value()
-    call = call_of(inputs)
-    assert call.lse is not None
-    for order in ORDERS:
-        with simulated(order, arch="sm_100a", seed=3):
-            sparse_prefill(call, k, v.to(torch.float16), inputs.batch, slice(0, 1), torch.zeros(1, dtype=torch.int32))
-        attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options).check(call.out, call.lse)
+    SM100.check(inputs, sm_scale=4.0)
 
 
 @pytest.mark.parametrize("group", [*range(1, 33)])
@@ -200,7 +147,7 @@ def test_a_broken_kernel_shows(fault: str) -> None:
     sm_scale = 4.0
     inputs = attention_inputs(replace(BASE, step=Step("chunk", (20, 5), (900, 37))), "cpu")
     call = call_of(inputs, sm_scale=sm_scale)
-    bound = attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options)
+    bound = SM100.bound(inputs, sm_scale)
     with contextlib.suppress(ptxsim.SimError), pytest.raises(AssertionError):
-        bound.check(*attend(call, order, edit))
+        bound.check(*SM100.attend(call, order, edit))
     assert counts and all(counts), "the edit found nothing to break"

@@ -1,0 +1,77 @@
+"""Sparse prefill of either architecture in the interpreter, for the tests of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from simulator import ORDERS, simulated
+
+from m3attn.calls import SparseAttentionCall
+from m3attn.dsl_kernels import sparse_attention_sm90, sparse_attention_sm100, sparse_prefill_sm90, sparse_prefill_sm100
+from m3attn.scales import Scale
+from m3attn.testing.bounds import AttentionBound, attention_bound, product_error
+from m3attn.testing.cases import AttentionCase, Step
+from m3attn.testing.inputs import AttentionInputs
+from m3attn.testing.poison import poisoned_empty
+
+RAGGED = Step("ragged", (20, 0, 37, 18), (300, 0, 37, 530), padded_rows=9, slack=130, slack_q=3)
+LONG = Step("long", (24,), (1500,))
+BASE = AttentionCase(RAGGED, 16, 1)
+
+
+def call_of(inputs: AttentionInputs, *, sm_scale: float | None = None) -> SparseAttentionCall:
+    k, v = inputs.cache.key_value()
+    scales = inputs.cache.scales()
+    assert inputs.ids is not None
+    fp8_q = inputs.q.element_size() == 1
+    return SparseAttentionCall(
+        q=inputs.q,
+        k=k,
+        v=v,
+        ids=inputs.ids,
+        batch=inputs.batch,
+        sm_scale=inputs.q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
+        q_scale=Scale.of(inputs.options["q_scale"], argument="q_scale"),
+        k_scale=scales[0],
+        v_scale=scales[1],
+        sink_key=inputs.options["sink_key"],
+        fp8_pv=False,
+        out=torch.full_like(inputs.q, float("nan"), dtype=torch.bfloat16 if fp8_q else inputs.q.dtype),
+        lse=torch.full(inputs.q.shape[:2], float("nan")),
+        workspace=torch.full((256,), 0xFF, dtype=torch.uint8),
+    )
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The prefill kernel of an architecture, and the stage that takes it."""
+
+    arch: str
+    stage: ModuleType
+    kernel: ModuleType
+
+    def attend(self, call: SparseAttentionCall, order: str, edit: Callable[[str], str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        call = replace(call, out=call.out.clone(), lse=None if call.lse is None else call.lse.clone())
+        with simulated(order, arch=f"{self.arch}a", seed=3, edit=edit), poisoned_empty():
+            self.stage.sparse_attention(call)
+        assert call.lse is not None
+        return call.out, call.lse
+
+    def bound(self, inputs: AttentionInputs, sm_scale: float | None = None) -> AttentionBound:
+        error = product_error(f"cute_{self.arch.replace('_', '')}", self.arch, inputs.q.dtype, inputs.cache.key_value()[0].dtype)
+        return attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, sm_scale=sm_scale, **inputs.options, error_of_products=error)
+
+    def check(self, inputs: AttentionInputs, *, sm_scale: float | None = None, call: SparseAttentionCall | None = None) -> None:
+        """Every order within the bound, and the same bits in all."""
+        call = call_of(inputs, sm_scale=sm_scale) if call is None else call
+        results = [self.attend(call, order) for order in ORDERS]
+        for out, lse in results[1:]:
+            assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+        self.bound(inputs, sm_scale).check(*results[0])
+
+
+SM90 = Prefill("sm_90", sparse_attention_sm90, sparse_prefill_sm90)
+SM100 = Prefill("sm_100", sparse_attention_sm100, sparse_prefill_sm100)
