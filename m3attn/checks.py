@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
@@ -15,8 +15,8 @@ MAX_BLOCKS = 32_768
 MAX_TOPK = 128
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 def check_tensor(
@@ -79,22 +79,22 @@ def _other_look(value: Any, kind: type) -> tuple[Any, ...]:
     return (kind, *_looks(value)) if isinstance(value, tuple) else (kind, value)
 
 
-def once_per_look(check: Callable[P, T]) -> Callable[P, T]:
-    """`check`, which raises or gives what follows from its arguments, run once for all arguments that look the same.
+def once_per_look(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
+    """`check`, which raises or gives what follows from its arguments, all by position, run once for all arguments that look the same.
 
     It must depend on its arguments alone: of tensors on shape, strides, dtype and device, of caches on no scale. An address, an element, or a setting
     that it reads elsewhere would count as it was at the first call.
     """
     accepted: dict[tuple[Any, ...], T] = {}
 
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+    def checked(*args: *Ts) -> T:
         try:
             look = tuple(_looks(args))
             found = accepted.get(look)
         except TypeError:  # an argument that cannot be a key, which the check will refuse
-            return check(*args, **kwargs)
+            return check(*args)
         if found is None:
-            found = check(*args, **kwargs)
+            found = check(*args)
             if len(accepted) >= 4096:
                 accepted.clear()
             accepted[look] = found

@@ -30,7 +30,7 @@ class Settings:
     """How a kernel is launched.
 
     Attributes:
-        block_n: keys a step, at most; `settings_for` fits it to the block size and to shared memory.
+        block_n: keys a step, at most; `fit` fits it to the block size and to shared memory.
         programs: decode splits keys until about so many programs run.
     """
 
@@ -117,17 +117,12 @@ def settings_of(phase: str, mode: str, rows: int) -> Settings:
     return settings_override or next(tier.settings for tier in SETTINGS[phase, mode] if rows <= tier.most_rows)
 
 
-def settings_for(phase: str, mode: str, rows: int, arch: str, bytes_per_key: int, block_size: int) -> Settings:
-    """The table's settings, shrunk until the keys and values in flight fit the architecture's shared memory.
+def fit(settings: Settings, arch: str, bytes_per_key: int, block_size: int) -> Settings:
+    """`settings`, shrunk until the keys and values in flight fit the architecture's shared memory.
 
     Args:
         bytes_per_key: of one key and its value, each padded to a power of two, as they lie in shared memory.
     """
-    return fit(settings_of(phase, mode, rows), arch, bytes_per_key, block_size)
-
-
-def fit(settings: Settings, arch: str, bytes_per_key: int, block_size: int) -> Settings:
-    """`settings_for` with the table's settings at hand."""
     # 163, 227 or 99 KB, less room for the softmax weights and reductions on their way between warps.
     number = arch_number(arch)
     capacity = (90 if number in (86, 89) or number >= 120 else 150 if number < 90 else 210) * 1024

@@ -73,7 +73,7 @@ def index_score(
 
 @once_per_look
 def accept_index_inputs(
-    _compile_target: str | None, _arch_override: str | None, limit: int, index_q: Any, cache: LayerCache, batch: PagedBatch, topk: int = 16
+    _compile_target: str | None, _arch_override: str | None, limit: int, index_q: Any, cache: LayerCache, batch: PagedBatch, topk: int
 ) -> tuple[Problem, WorkShape]:
     """The problem and the scratch shape of inputs that fit one another; shared with `index_topk`."""
     index_q = check_tensor("index_q", index_q, ["T", "Hi", "Di"], INDEX_DTYPES)
@@ -117,7 +117,8 @@ def accept_index_inputs(
 def _eager(
     index_q: torch.Tensor, cache: LayerCache, batch: PagedBatch, index_q_scale: ScaleLike, out: torch.Tensor | None, impl: str | None
 ) -> torch.Tensor:
-    problem, _ = accept_index_inputs(*arch_settings(), workspace_limit(), index_q, cache, batch)
+    topk = 16  # a problem names one, whatever is done with the scores
+    problem, _ = accept_index_inputs(*arch_settings(), workspace_limit(), index_q, cache, batch, topk)
     index_k, (tokens, heads, _) = cache.index_key(), index_q.shape
     if out is None:
         out = torch.empty(heads, tokens, batch.num_blocks, dtype=torch.float32, device=index_q.device)

@@ -146,7 +146,7 @@ def _fp8_scale(argument: str, scale: Scale, dtype: torch.dtype | None) -> Scale:
 
 def _eager(
     qkv: torch.Tensor,
-    weights: Sequence[torch.Tensor | None],
+    norm: NormWeights,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     cache: LayerCache | None,
@@ -161,7 +161,6 @@ def _eager(
     skip_index: bool,
     impl: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    norm = _norm_weights(weights)
     problem = _accept(*arch_settings(), qkv, norm, positions, cos_sin, cache, slots, index_slots, heads, q_out, index_q_out, skip_index)
     device, with_index = qkv.device, heads.index > 0 and not skip_index
     k_cache = v_cache = index_cache = None
@@ -342,7 +341,7 @@ def _run_out(*flat: Any) -> None:
         )
     _eager(
         qkv,
-        weights,
+        NormWeights(*weights),
         positions,
         cos_sin,
         cache,
@@ -369,7 +368,7 @@ def _run_functional(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Without a cache: a copy of the row with q, k, index_q and index_k normalised and rotated."""
     *weights, positions, cos_sin, q_heads, kv_heads, index_heads, eps, skip_index, impl = rest
     result, heads = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device).copy_(qkv), HeadCounts(q_heads, kv_heads, index_heads)
-    _eager(result, weights, positions, cos_sin, None, None, None, heads, eps, None, None, None, None, skip_index, impl)
+    _eager(result, NormWeights(*weights), positions, cos_sin, None, None, None, heads, eps, None, None, None, None, skip_index, impl)
     return result
 
 
