@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
+from attention_calls import call_of
 from simulator import ORDERS, simulated
 
 from m3attn.calls import SparseAttentionCall
 from m3attn.dsl_kernels import sparse_attention_sm90, sparse_attention_sm100, sparse_prefill_sm90, sparse_prefill_sm100
-from m3attn.scales import Scale
 from m3attn.testing.bounds import AttentionBound, attention_bound, product_error
 from m3attn.testing.cases import AttentionCase, Step
 from m3attn.testing.inputs import AttentionInputs
@@ -20,29 +20,6 @@ from m3attn.testing.poison import poisoned_empty
 RAGGED = Step("ragged", (20, 0, 37, 18), (300, 0, 37, 530), padded_rows=9, slack=130, slack_q=3)
 LONG = Step("long", (24,), (1500,))
 BASE = AttentionCase(RAGGED, 16, 1)
-
-
-def call_of(inputs: AttentionInputs, *, sm_scale: float | None = None) -> SparseAttentionCall:
-    k, v = inputs.cache.key_value()
-    scales = inputs.cache.scales()
-    assert inputs.ids is not None
-    fp8_q = inputs.q.element_size() == 1
-    return SparseAttentionCall(
-        q=inputs.q,
-        k=k,
-        v=v,
-        ids=inputs.ids,
-        batch=inputs.batch,
-        sm_scale=inputs.q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
-        q_scale=Scale.of(inputs.options["q_scale"], argument="q_scale"),
-        k_scale=scales[0],
-        v_scale=scales[1],
-        sink_key=inputs.options["sink_key"],
-        fp8_pv=False,
-        out=torch.full_like(inputs.q, float("nan"), dtype=torch.bfloat16 if fp8_q else inputs.q.dtype),
-        lse=torch.full(inputs.q.shape[:2], float("nan")),
-        workspace=torch.full((256,), 0xFF, dtype=torch.uint8),
-    )
 
 
 @dataclass(frozen=True)

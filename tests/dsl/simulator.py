@@ -7,6 +7,7 @@ is what the interpreter runs, so that processes and runs share it.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,24 @@ def shared_cache() -> Iterator[None]:
         mock.patch.object(CuteKernel, "for_arch", _for_arch_with_ptx),
     ):
         yield
+
+
+class Replaced:
+    """An `edit` for `simulated`: every match of a pattern by something else, counted in each text."""
+
+    def __init__(self, pattern: str, by: str) -> None:
+        self.pattern, self.by = pattern, by
+        self.counts: list[int] = []
+
+    def __call__(self, ptx: str) -> str:
+        ptx, count = re.subn(self.pattern, self.by, ptx)
+        self.counts.append(count)
+        return ptx
+
+    @property
+    def found_all(self) -> bool:
+        """Whether it was asked for, and found something in each text."""
+        return bool(self.counts) and all(self.counts)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
+from attention_calls import call_of
 from simulator import ORDERS, simulated
 
 from m3attn.batch import LayerCache, PagedBatch
@@ -22,7 +23,6 @@ from m3attn.calls import SparseAttentionCall
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels.decode_schedule import MAX_SPLITS, decode_workspace_bytes, schedule_for, settings_override
 from m3attn.dsl_kernels.sparse_decode_sm90 import sparse_decode
-from m3attn.scales import Scale
 from m3attn.testing.bounds import attention_bound, product_error
 from m3attn.testing.cases import AttentionCase, Step
 from m3attn.testing.inputs import AttentionInputs, attention_inputs
@@ -41,29 +41,6 @@ def shape_of(call: SparseAttentionCall) -> WorkShape:
     tokens, heads, dim = call.q.shape
     sizes = (tokens, batch.num_requests, heads, call.k.shape[1], 0, dim, call.ids.shape[2], batch.max_seqlen_q, batch.max_seqlen_k, 128)
     return WorkShape(*sizes, limit=1 << 30)
-
-
-def call_of(inputs: AttentionInputs, *, sm_scale: float | None = None) -> SparseAttentionCall:
-    k, v = inputs.cache.key_value()
-    scales = inputs.cache.scales()
-    assert inputs.ids is not None
-    fp8_q = inputs.q.element_size() == 1
-    return SparseAttentionCall(
-        q=inputs.q,
-        k=k,
-        v=v,
-        ids=inputs.ids,
-        batch=inputs.batch,
-        sm_scale=inputs.q.shape[2] ** -0.5 if sm_scale is None else sm_scale,
-        q_scale=Scale.of(inputs.options["q_scale"], argument="q_scale"),
-        k_scale=scales[0],
-        v_scale=scales[1],
-        sink_key=inputs.options["sink_key"],
-        fp8_pv=inputs.options["fp8_pv"],
-        out=torch.full_like(inputs.q, float("nan"), dtype=torch.bfloat16 if fp8_q else inputs.q.dtype),
-        lse=torch.full(inputs.q.shape[:2], float("nan")),
-        workspace=None,
-    )
 
 
 def attend(call: SparseAttentionCall, order: str, edit: Callable[[str], str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,8 +16,9 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
-from prefills import BASE, LONG, SM90, SM100, Prefill, call_of
-from simulator import ORDERS, artifacts, simulated
+from attention_calls import call_of
+from prefills import BASE, LONG, SM90, SM100, Prefill
+from simulator import ORDERS, Replaced, artifacts, simulated
 from triton import knobs
 
 from m3attn.batch import LayerCache
@@ -134,19 +135,13 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_shows(fault: str) -> None:
     order, pattern, by = BROKEN[fault]
-    counts = []
-
-    def edit(ptx: str) -> str:
-        ptx, count = re.subn(pattern, by, ptx)
-        counts.append(count)
-        return ptx
-
+    edit = Replaced(pattern, by)
     inputs = attention_inputs(BASE, "cpu")
     call = call_of(inputs)
     bound = SM90.bound(inputs)
     with contextlib.suppress(ptxsim.SimError), pytest.raises(AssertionError):
         bound.check(*SM90.attend(call, order, edit))
-    assert counts and all(counts), "the edit found nothing to break"
+    assert edit.found_all, "the edit found nothing to break"
 
 
 def test_entries_have_a_word_each() -> None:

@@ -12,7 +12,8 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
-from prefills import BASE, LONG, RAGGED, call_of
+from attention_calls import call_of
+from prefills import BASE, LONG, RAGGED
 from simulator import ORDERS, simulated
 
 from m3attn.calls import SparseAttentionCall

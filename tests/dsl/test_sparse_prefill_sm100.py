@@ -14,8 +14,9 @@ from needed import need
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
-from prefills import BASE, LONG, SM100, call_of
-from simulator import artifacts
+from attention_calls import call_of
+from prefills import BASE, LONG, SM100
+from simulator import Replaced, artifacts
 
 from m3attn.dsl_kernels.sparse_attention_sm100 import workspace_bytes
 from m3attn.dsl_kernels.sparse_prefill_sm100 import KERNEL, SHARED_BYTES, half_tokens
@@ -137,17 +138,11 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_shows(fault: str) -> None:
     order, pattern, by = BROKEN[fault]
-    counts = []
-
-    def edit(ptx: str) -> str:
-        ptx, count = re.subn(pattern, by, ptx)
-        counts.append(count)
-        return ptx
-
+    edit = Replaced(pattern, by)
     sm_scale = 4.0
     inputs = attention_inputs(replace(BASE, step=Step("chunk", (20, 5), (900, 37))), "cpu")
     call = call_of(inputs, sm_scale=sm_scale)
     bound = SM100.bound(inputs, sm_scale)
     with contextlib.suppress(ptxsim.SimError), pytest.raises(AssertionError):
         bound.check(*SM100.attend(call, order, edit))
-    assert counts and all(counts), "the edit found nothing to break"
+    assert edit.found_all, "the edit found nothing to break"
