@@ -503,6 +503,9 @@ class SparsePrefillSm90:
             earlier = bits, page, kv_head, num_keys
             count += 1
         self.load_earlier(v_pages, v_atom, shared, count - 1, *earlier, last_page_phase)
+        # Nothing was merged for this one, so nobody waited for who reads the entry that had its place: after as many tiles without blocks as there are
+        # entries, they may not have come to it.
+        entries.wait_empty(count)
         self.announce(entries, count)
 
     @cute.jit
