@@ -21,28 +21,36 @@ ATTENTION_MODES = ("bf16", "fp16", "fp32", "widen", "fp8", "fp8_pv")
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One place in auto's order: a key, and the problems it holds that place for."""
+    """One place in auto's order: a key, and the problems it holds that place for.
+
+    Attributes:
+        mixed_index: only where index queries and index keys differ in type.
+    """
 
     key: str
     phases: tuple[str, ...] = ("prefill", "decode", "verify")
+    mixed_index: bool = False
 
     def covers(self, problem: Problem) -> bool:
-        return problem.phase in self.phases
+        return problem.phase in self.phases and not (self.mixed_index and problem.index_q_dtype == problem.index_dtype)
+
+
+_INDEX_RANKS = (Rank("cute_sm90", ("prefill",)), Rank("cute_sm90", ("decode", "verify"), mixed_index=True), Rank("triton"), Rank("reference"))
 
 
 PRIORITIES: dict[str, tuple[Rank, ...]] = {
     "qk_norm_rope_insert": (Rank("triton"), Rank("reference")),
-    "index_score": (Rank("triton"), Rank("reference")),
-    "select_blocks": (Rank("triton"), Rank("reference")),
-    "index_topk": (Rank("triton"), Rank("reference")),
-    "sparse_attention": (Rank("triton_union", ("prefill",)), Rank("triton"), Rank("reference")),
+    "index_score": _INDEX_RANKS,
+    "select_blocks": (Rank("cute_sm90", ("prefill",)), Rank("triton"), Rank("reference")),
+    "index_topk": _INDEX_RANKS,
+    "sparse_attention": (Rank("cute_sm90", ("prefill", "verify")), Rank("triton_union", ("prefill",)), Rank("triton"), Rank("reference")),
     "dense_attention": (Rank("triton"), Rank("reference")),
     "merge_attention_states": (Rank("triton"), Rank("reference")),
     "quantize_fp8": (Rank("triton"), Rank("reference")),
     "mla_rope_quantize": (Rank("triton"), Rank("reference")),
     "mla_kv_pack_quantize": (Rank("triton"), Rank("reference")),
     "mla_prefill": (Rank("triton"), Rank("reference")),
-    "sparse_mla_prefill": (Rank("triton"), Rank("reference")),
+    "sparse_mla_prefill": (Rank("cute_sm90"), Rank("triton"), Rank("reference")),
 }
 """Fastest first, per stage, from the measurements in results/. CPU tensors take `reference` whatever stands here."""
 

@@ -211,9 +211,10 @@ def test_auto_logs_once_what_it_took_and_why(caplog: pytest.LogCaptureFixture) -
 
 def test_no_implementation_at_all_raises_with_every_reason() -> None:
     batch = m3attn.PagedBatch.from_lengths([1], [1], torch.zeros(1, 1, dtype=torch.int32), page_size=16, block_size=16)
-    problem = m3attn.Problem("sm_90", page_size=batch.page_size)
+    problem = m3attn.Problem("sm_80", page_size=batch.page_size)
     explained = m3attn.explain(STAGE, problem)
-    assert explained.chosen == "triton" and explained.reasons == {"triton": (), "reference": ()}
+    assert explained.chosen == "triton"
+    assert explained.reasons == {"cute_sm90": ("architecture sm_80: built for sm_90",), "triton": (), "reference": ()}
     meta = BUILDERS[STAGE]().arguments["scores"].to("meta")
     with pytest.raises((ValueError, m3attn.UnsupportedProblem), match=r"batch.seq_lens: expected a tensor on meta, got one on cpu"):
         BUILDERS[STAGE]()(scores=meta, out=None)
@@ -344,6 +345,7 @@ def test_disabling_cute_is_as_if_cutlass_were_not_installed(monkeypatch: pytest.
 
 
 def test_disabled_cute_is_named_and_changes_auto_to_what_it_is_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_importable", {"cutlass": False})
     without = m3attn.explain(STAGE, arch="sm_90")
     with registered(STAGE, "cute_mine", writes(1), auto=True, capabilities=Capabilities(archs=("sm_90",), cpu="yes")):
         assert m3attn.explain(STAGE, arch="sm_90").chosen == "cute_mine"
@@ -414,8 +416,8 @@ else:
 
 def test_explain_lists_what_runs_only_when_named() -> None:
     explanation = m3attn.explain("sparse_attention", arch="sm_80")
-    assert {"cute_sm90", "flashinfer"} <= set(explanation.others) and not set(explanation.others) & set(explanation.reasons)
-    assert "architecture sm_80: built for sm_90" in str(explanation) and "cute_sm90, when named: " in str(explanation)
+    assert {"cute_sm100", "flashinfer"} <= set(explanation.others) and not set(explanation.others) & set(explanation.reasons)
+    assert "architecture sm_80: built for sm_90" in str(explanation) and "cute_sm100, when named: " in str(explanation)
     named = m3attn.explain("sparse_attention", arch="sm_90", impl="triton")
     assert list(named.reasons) == ["triton"] and named.others["reference"] == () and "reference, when named: could run" in str(named)
 
