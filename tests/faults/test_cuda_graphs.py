@@ -6,7 +6,7 @@ Without a GPU the same steps run with a plain second call in place of the replay
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +126,68 @@ def test_indexer(key: str, stage: str, dtype: torch.dtype, step: Step) -> None:
         change(inputs.batch, number)
         indexable(inputs.index_q).copy_(indexable(inputs.index_q).flip(0))
         assert_replays(captured, call, f"round {number}")
+
+
+REPLAYS = pick(2, 500)
+LAST = pick(5 * BLOCK, 700)
+"""Keys of the longest request in the last replay; each replay before it has one key less."""
+GROWING = [
+    Step("decode", (1, 1, 1, 1), (LAST, LAST - 7, LAST - BLOCK // 2, LAST - BLOCK), page_size=BLOCK, block_size=BLOCK, padded_rows=1),
+    Step("verify", (4, 1, 2, 3), (LAST, LAST - 7, LAST - BLOCK // 2, LAST - BLOCK), page_size=BLOCK, block_size=BLOCK, padded_rows=2),
+    Step("prefill", (pick(3, 140), 1, 2), (LAST, LAST - 7, LAST - BLOCK // 2), page_size=BLOCK, block_size=BLOCK, slack_q=17),
+]
+
+
+@pytest.mark.parametrize("step", GROWING, ids=lambda step: step.name)
+@pytest.mark.parametrize("mode", pick(["fp32"], ["bf16", "widen_e4m3", "fp8"]))
+@pytest.mark.parametrize("key", kernels("sparse_attention"))
+def test_attention_as_requests_grow(key: str, mode: str, step: Step) -> None:
+    """Requests grow by a key a replay, over page borders; pages are shuffled and blocks selected anew now and then; a request leaves and joins."""
+    case = AttentionCase(step, pick(2, 64), pick(1, 4), pick(64, 128), topk=pick(2, 4), mode=mode)
+    skip_if_declined("sparse_attention", key, case.problem(arch()))
+    inputs = attention_inputs(case, DEVICE)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return m3attn.sparse_attention(*inputs.arguments(), **inputs.options, return_lse=True, impl=key)
+
+    captured = Captured(call)
+    for number in growing(inputs.batch, inputs.cache.key_value()):
+        if number % 50 == 0:
+            inputs.ids.copy_(random_ids(inputs.batch, inputs.q.shape[0], inputs.ids.shape[0], inputs.ids.shape[2], seed=number))
+        assert_replays(captured, call, f"replay {number}")
+
+
+@pytest.mark.parametrize("step", GROWING, ids=lambda step: step.name)
+@pytest.mark.parametrize("dtype", pick([torch.float32], [torch.bfloat16, E4M3]), ids=str)
+@pytest.mark.parametrize("key", kernels("index_topk"))
+def test_selection_as_requests_grow(key: str, dtype: torch.dtype, step: Step) -> None:
+    case = IndexCase(step, num_heads=pick(2, 4), dim=pick(64, 128), q_dtype=dtype, k_dtype=dtype, topk=2)
+    skip_if_declined("index_topk", key, case.problem(arch()))
+    inputs = index_inputs(case, DEVICE)
+
+    def call() -> tuple[torch.Tensor]:
+        return (m3attn.index_topk(inputs.index_q, inputs.cache, inputs.batch, **inputs.selection, impl=key),)
+
+    captured = Captured(call)
+    for number in growing(inputs.batch, (inputs.cache.index_key(),)):
+        assert_replays(captured, call, f"replay {number}")
+
+
+def growing(batch: PagedBatch, pools: tuple[torch.Tensor, ...]) -> Iterator[int]:
+    """Numbers of replays, with the lengths of each in `batch`; every 25th has other pages, and every 40th one request less."""
+    last = batch.seq_lens.clone()
+    num_pages = pools[0].shape[0]
+    for number in range(REPLAYS):
+        batch.seq_lens.copy_((last - (REPLAYS - 1 - number)).clamp(min=0))
+        if number % 40 == 39:
+            batch.seq_lens[1] = 0
+        if number % 25 == 24:
+            order = torch.randperm(num_pages, generator=generator(number)).to(batch.page_table.device)
+            for pool in pools:
+                indexable(pool).copy_(indexable(pool)[order.argsort()].clone())
+            is_page = (batch.page_table >= 0) & (batch.page_table < num_pages)
+            batch.page_table.copy_(torch.where(is_page, order[batch.page_table.clamp(0, num_pages - 1).long()].int(), batch.page_table))
+        yield number
 
 
 @STEPS
