@@ -18,6 +18,7 @@ import triton.language as tl
 from m3attn.batch import DECODE_MAX_SEQLEN_Q
 from m3attn.calls import IndexScoreCall, IndexTopkCall
 from m3attn.dtypes import is_fp8
+from m3attn.problem import arch_number
 from m3attn.triton_kernels.launch import cdiv, current_arch, launch, next_power_of_2, num_sms
 from m3attn.triton_kernels.primitives import INTERPRETED, dot, load_scale, physical_page, tile_rows, widen
 from m3attn.triton_kernels.rows import block_b, num_row_tiles
@@ -110,7 +111,12 @@ def index_score_prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        # Starts beside what came before and waits for it here; the selection starts beside the scores and waits for all of them.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_T: tl.constexpr = BLOCK_M // NUM_HEADS
     BLOCKS_PER_TILE: tl.constexpr = max(1, BLOCK_N // BLOCK_SIZE)
     # Row tiles run fastest: programs that run together read the same keys.
@@ -194,7 +200,11 @@ def index_score_decode_kernel(
     FILL: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     BLOCKS_PER_TILE: tl.constexpr = max(1, BLOCK_N // BLOCK_SIZE)
     request = tl.program_id(1)
     begin = tl.load(cu_seqlens_ptr + request)
@@ -368,7 +378,8 @@ def score_rows(call: IndexScoreCall | IndexTopkCall, out: torch.Tensor, row_begi
     table: dict[tuple[str, int], Any] = DECODE_SETTINGS if decode else PREFILL_SETTINGS
     settings: Any = settings_override if isinstance(settings_override, DecodeSettings if decode else PrefillSettings) else table[key]
     programs = settings.programs_per_sm * num_sms(q.device)
-    schedule: dict[str, Any] = {"FILL": fill, "BLOCK_N": settings.block_n}
+    pdl = arch_number(current_arch(q.device)) >= 90
+    schedule: dict[str, Any] = {"FILL": fill, "BLOCK_N": settings.block_n, "PDL": pdl, "pdl": pdl}
     if decode:
         kernel = index_score_decode_kernel
         columns = max(16, next_power_of_2(num_heads * max(1, batch.max_seqlen_q)))

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from m3attn.batch import DECODE_MAX_SEQLEN_Q
 from m3attn.calls import IndexTopkCall, SelectBlocksCall
-from m3attn.triton_kernels.launch import launch, next_power_of_2
+from m3attn.problem import arch_number
+from m3attn.triton_kernels.launch import current_arch, launch, next_power_of_2
 from m3attn.triton_kernels.primitives import tile_rows
 from m3attn.triton_kernels.rows import block_b, num_row_tiles
 
@@ -118,6 +119,7 @@ def select_blocks_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,  # the kernel before writes the scores and nothing else, and waited for all that came earlier
 ):
     _, first_row, end_row, first_position, _ = tile_rows(
         cu_seqlens_ptr, seq_lens_ptr, num_requests, tl.program_id(0), row_begin, row_end, max_seqlen_k, BLOCK_T, BLOCK_B
@@ -131,6 +133,13 @@ def select_blocks_kernel(
     scores_rows = scores_ptr + head * scores_strides[0] + (row - row_begin) * scores_strides[1]
     out_rows = out_ptr + head * out_strides[0] + row * out_strides[1]
 
+    offs_k = tl.arange(0, BLOCK_K)
+    is_tail = (offs_k[None, :] >= tl.minimum(num_live, topk)[:, None]) & (offs_k[None, :] < topk) & row_exists[:, None]  # [BLOCK_T, BLOCK_K]
+    tl.store(out_rows[:, None] + offs_k.to(tl.int64)[None, :] * out_strides[2], tl.full([BLOCK_T, BLOCK_K], -1, tl.int32), mask=is_tail)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
     # The tile is as wide as the rows are long, not as the buffer is: three widths.
     most_live = tl.max(num_live, axis=0)
     if most_live > BLOCK_C // 4:
@@ -143,9 +152,6 @@ def select_blocks_kernel(
         select_rows(
             scores_rows, scores_strides[2], out_rows, out_strides[2], row_exists, num_live, topk, init_blocks, local_blocks, BLOCK_T, BLOCK_C // 16
         )
-    offs_k = tl.arange(0, BLOCK_K)
-    is_tail = (offs_k[None, :] >= tl.minimum(num_live, topk)[:, None]) & (offs_k[None, :] < topk) & row_exists[:, None]  # [BLOCK_T, BLOCK_K]
-    tl.store(out_rows[:, None] + offs_k.to(tl.int64)[None, :] * out_strides[2], tl.full([BLOCK_T, BLOCK_K], -1, tl.int32), mask=is_tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +208,8 @@ def launch_select(scores: torch.Tensor, num_blocks: int, call: SelectBlocksCall 
     width = max(64, next_power_of_2(num_blocks))
     schedule = "decode" if batch.max_seqlen_q <= DECODE_MAX_SEQLEN_Q else "prefill"
     settings = settings_override or SETTINGS[schedule, width]
+    beside_scores = isinstance(call, IndexTopkCall) and num_blocks > call.topk and call.index_k.shape[0] > 0
+    pdl = beside_scores and arch_number(current_arch(out.device)) >= 90
     launch(
         select_blocks_kernel,
         (num_row_tiles(row_end - row_begin, batch.num_requests, settings.block_t), out.shape[0]),
@@ -223,8 +231,10 @@ def launch_select(scores: torch.Tensor, num_blocks: int, call: SelectBlocksCall 
         device=out.device,
         num_warps=settings.num_warps,
         num_stages=1,
+        pdl=pdl,
         BLOCK_T=settings.block_t,
         BLOCK_C=width,
         BLOCK_K=next_power_of_2(call.topk),
         BLOCK_B=block_b(batch),
+        PDL=pdl,
     )
