@@ -23,18 +23,21 @@ SMALL_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Heads that a program handles, and its warps."""
+    """Heads of one token that a program of q handles, where they divide a token's, heads that any other program does, and its warps."""
 
-    block_rows: int
+    q_rows: int
+    rows: int
     num_warps: int
 
 
 SETTINGS: dict[tuple[str, str], Setting] = {
-    ("small", "any"): Setting(16, 2),
-    ("large", "any"): Setting(32, 2),
+    ("small", "any"): Setting(16, 16, 2),
+    ("large", "any"): Setting(32, 16, 2),
 }
 """By size of the step and architecture; `any` where no measurement says otherwise."""
-CANDIDATES = [Setting(rows, warps) for rows in (4, 8, 16, 32, 64) for warps in (1, 2, 4) if rows >= 4 * warps]
+CANDIDATES = [Setting(4, 4, 1)] + [
+    Setting(q_rows, rows, warps) for q_rows in (8, 16, 32, 64) for rows in (8, 16, 32) for warps in (1, 2, 4) if q_rows >= rows >= 8 * warps
+]
 settings_override: Setting | None = None
 """Set by a tuner to force one setting."""
 
@@ -102,10 +105,19 @@ def _slot_address(target, token, head, mask, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _group_rows(tile, num_tokens, HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """A group's rows are its T * HEADS heads, token by token: (token, head, whether there is one), each [BLOCK_ROWS, 1]."""
-    row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    token = row // HEADS
-    return token.to(tl.int64), (row % HEADS).to(tl.int64), token < num_tokens
+    """A group's rows are its T * HEADS heads, token by token: (token, head, whether there is one), of all rows [BLOCK_ROWS, 1].
+
+    Where tiles divide a token's heads, a tile has one token: a scalar, and with it one position, one slot and one row of angles for the tile.
+    """
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    if HEADS % BLOCK_ROWS == 0:
+        TILES: tl.constexpr = HEADS // BLOCK_ROWS
+        token, head, inside = (tile // TILES).to(tl.int64), (tile % TILES * BLOCK_ROWS + rows).to(tl.int64), True
+    else:
+        row = tile * BLOCK_ROWS + rows
+        token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+        inside = token < num_tokens
+    return token, head, inside
 
 
 @triton.jit
@@ -139,8 +151,10 @@ def _rotated_group(
         _store_parts(source, live, parts, None, None, HALF, HALF_BLOCK, TAIL_BLOCK)
     elif target.slots is None:
         address = target.out + token * target.strides[0] + head * target.strides[1]
-        parts = tl.where(live, parts[0], 0.0), tl.where(live, parts[1], 0.0), tl.where(live, parts[2], 0.0), tl.where(live, parts[3], 0.0)
-        _store_parts(address, inside, parts, target.value, target.scale, HALF, HALF_BLOCK, TAIL_BLOCK)
+        _store_parts(address, live, parts, target.value, target.scale, HALF, HALF_BLOCK, TAIL_BLOCK)
+        # Stores that hardly ever run cost less than a selection of every element.
+        zero = tl.zeros([BLOCK_ROWS, 1], tl.float32)
+        _store_parts(address, inside & ~live, (zero, zero, zero, zero), None, None, HALF, HALF_BLOCK, TAIL_BLOCK)
     else:
         address, is_stored = _slot_address(target, token, head, live, PAGE_SIZE)
         _store_parts(address, is_stored, parts, target.value, target.scale, HALF, HALF_BLOCK, TAIL_BLOCK)
@@ -168,11 +182,11 @@ def _norm_rope_insert_kernel(
     qkv_ptr, qkv_stride, num_tokens, rotation, eps, q_weight_ptr, k_weight_ptr, index_q_weight_ptr, index_k_weight_ptr,
     q_target, k_target, v_target, index_q_target, index_k_target,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, INDEX_PAGE_SIZE: tl.constexpr,
-    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, Q_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Programs in turn: tiles of q, of k, of v where there is a cache, of index_q, of index_k."""
     tile = tl.program_id(0)
-    k_begin = tl.cdiv(num_tokens * Q_HEADS, BLOCK_ROWS)
+    k_begin = tl.cdiv(num_tokens * Q_HEADS, Q_ROWS)
     kv_tiles = tl.cdiv(num_tokens * KV_HEADS, BLOCK_ROWS)
     v_begin = k_begin + kv_tiles
     index_q_begin = v_begin if v_target.out is None else v_begin + kv_tiles
@@ -180,7 +194,7 @@ def _norm_rope_insert_kernel(
     if tile < k_begin:
         _rotated_group(
             tile, qkv_ptr, qkv_stride, num_tokens, 0, q_weight_ptr, rotation, q_target, eps,
-            Q_HEADS, PAGE_SIZE, HALF, HALF_BLOCK, TAIL_BLOCK, BLOCK_ROWS,
+            Q_HEADS, PAGE_SIZE, HALF, HALF_BLOCK, TAIL_BLOCK, Q_ROWS,
         )  # fmt: skip
     elif tile < v_begin:
         _rotated_group(
@@ -223,12 +237,13 @@ def qk_norm_rope_insert(call: QkNormRopeInsertCall) -> None:
     size = "small" if num_tokens <= SMALL_STEP else "large"
     setting = settings_override or SETTINGS.get((size, arch)) or SETTINGS[(size, "any")]
     half = call.cos_sin.shape[1] // 2
-    rows = [call.num_q_heads, call.num_kv_heads] + [call.num_kv_heads] * (call.v_cache is not None)
+    q_rows = setting.q_rows if call.num_q_heads % setting.q_rows == 0 else setting.rows
+    heads = [call.num_kv_heads] + [call.num_kv_heads] * (call.v_cache is not None)
     if call.num_index_heads:
-        rows += [call.num_index_heads, 1]
+        heads += [call.num_index_heads, 1]
     launch(
         _norm_rope_insert_kernel,
-        (sum(cdiv(num_tokens * heads, setting.block_rows) for heads in rows),),
+        (cdiv(num_tokens * call.num_q_heads, q_rows) + sum(cdiv(num_tokens * n, setting.rows) for n in heads),),
         call.qkv,
         call.qkv.stride(0),
         num_tokens,
@@ -254,7 +269,8 @@ def qk_norm_rope_insert(call: QkNormRopeInsertCall) -> None:
         HALF=half,
         HALF_BLOCK=next_power_of_2(half),
         TAIL_BLOCK=next_power_of_2(HEAD_DIM.value // 2 - half),
-        BLOCK_ROWS=setting.block_rows,
+        Q_ROWS=q_rows,
+        BLOCK_ROWS=setting.rows,
     )
 
 

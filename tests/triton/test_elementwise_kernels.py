@@ -362,7 +362,7 @@ def test_norm_rope_insert(case: Case) -> None:
     check_call(case)
 
 
-@pytest.mark.parametrize("setting", (norm_rope.Setting(4, 1), norm_rope.Setting(64, 4)), ids=str)
+@pytest.mark.parametrize("setting", (norm_rope.Setting(4, 4, 1), norm_rope.Setting(8, 16, 2), norm_rope.Setting(64, 32, 4)), ids=str)
 def test_settings_change_no_byte(setting: norm_rope.Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, call = make_call(CASES["tp4"]), make_call(CASES["tp4"])
     norm_rope.qk_norm_rope_insert(expected)
