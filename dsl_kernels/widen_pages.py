@@ -1,7 +1,7 @@
 """A wider copy of the pages that an fp8 prefill reads, in logical order, each element exactly: the tensor cores of a prefill take no fp8 values.
 
-One thread block a block of keys and KV head. A thread asks for all its chunks of 16 bytes before it stores the first of them; nothing past a
-sequence's end is read or written.
+One thread block a half of a page and KV head. A thread asks for all that it moves before it stores the first of it; nothing past a sequence's end
+is read or written.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from m3attn.batch import PagedBatch
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dtypes import dtype_name
 
-THREADS = 128
-CHUNK = 16
-"""fp8 elements that a thread moves at a time."""
+THREADS = 256
+ROWS = 64
+"""Of a page, for one thread block."""
+STORE_BYTES = 16
 
 DTYPES: dict[str, Any] = {
     "fp8_e4m3": cutlass.Float8E4M3FN,
@@ -52,9 +53,8 @@ class Variant:
 class WidenPages:
     def __init__(self, variant: Variant) -> None:
         self.dtype, self.k_dtype, self.v_dtype = (DTYPES[name] for name in (variant.dtype, variant.k_dtype, variant.v_dtype))
-        self.block_size = variant.block_size
-        self.chunks_of_row = variant.head_dim // CHUNK
-        self.steps = variant.block_size * self.chunks_of_row // THREADS
+        self.block_size, self.head_dim = variant.block_size, variant.head_dim
+        self.parts = self.block_size // ROWS
 
     @cute.jit
     def __call__(
@@ -70,7 +70,7 @@ class WidenPages:
         stream: cuda.CUstream,
     ):
         self.kernel(mK, mV, mWideK, mWideV, mWideTable, mPageTable, mSeqLens, mCuSeqlens).launch(
-            grid=(mWideK.shape[0], mWideK.shape[1], 1), block=(THREADS, 1, 1), stream=stream
+            grid=(mWideK.shape[0] * self.parts * mWideK.shape[1], 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -85,65 +85,82 @@ class WidenPages:
         mSeqLens: cute.Tensor,
         mCuSeqlens: cute.Tensor,
     ):
-        target, kv_head, _ = cute.arch.block_idx()
-        num_blocks = mWideTable.shape[1]
-        request, block = target // num_blocks, target % num_blocks
-        num_keys = mSeqLens[request] - block * self.block_size
-        if num_keys > 0 and mCuSeqlens[request + 1] > mCuSeqlens[request] and block < mPageTable.shape[1]:
+        # Heads fastest: those of a token may be neighbours in the pool.
+        index, kv_heads, num_blocks = Uint32(cute.arch.block_idx()[0]), Uint32(mWideK.shape[1]), Uint32(mWideTable.shape[1])
+        kv_head, index = Int32(index % kv_heads), index // kv_heads
+        part, target = Int32(index % self.parts), index // self.parts
+        request, block, target = Int32(target // num_blocks), Int32(target % num_blocks), Int32(target)
+        if block < mPageTable.shape[1]:
+            num_keys = mSeqLens[request] - (block * self.parts + part) * ROWS
             page = cutlass.min(cutlass.max(mPageTable[request, block], 0), mK.shape[0] - 1)
-            if cute.arch.thread_idx()[0] == 0 and kv_head == 0:
-                mWideTable[request, block] = target
-            rK = self.read(mK[Int64(page), kv_head, None, None], num_keys)
-            rV = self.read(mV[Int64(page), kv_head, None, None], num_keys)
-            self.write(rK, mWideK[Int64(target), kv_head, None, None], self.k_dtype, num_keys)
-            self.write(rV, mWideV[Int64(target), kv_head, None, None], self.v_dtype, num_keys)
+            # The page's part in the condition has it loaded with the others: it is one wait for memory.
+            if num_keys > 0 and mCuSeqlens[request + 1] > mCuSeqlens[request] and page >= 0:
+                rK = self.read(mK[Int64(page), kv_head, None, None], self.k_dtype, part, num_keys)
+                rV = self.read(mV[Int64(page), kv_head, None, None], self.v_dtype, part, num_keys)
+                if cute.arch.thread_idx()[0] == 0 and kv_head == 0 and part == 0:
+                    mWideTable[request, block] = target
+                self.write(rK, mWideK[Int64(target), kv_head, None, None], self.k_dtype, part, num_keys)
+                self.write(rV, mWideV[Int64(target), kv_head, None, None], self.v_dtype, part, num_keys)
 
-    def row_and_chunk(self, step):
-        """Of a thread's step: neighbours take neighbouring chunks."""
-        flat = step * THREADS + cute.arch.thread_idx()[0]
-        return flat // self.chunks_of_row, flat % self.chunks_of_row
+    def chunks(self, gPage: cute.Tensor, dtype: Any, part: Int32) -> tuple[cute.Tensor, list[Int32]]:
+        """What this thread moves of a part: (its chunks [elements, steps], each one's row in the part).
+
+        A chunk is one store of 16 bytes, and neighbours take neighbouring chunks: so each load and each store of a warp is in one piece. From
+        loads of 16 bytes of fp8, stores would have gaps.
+        """
+        size = STORE_BYTES * 8 // dtype.width
+        chunks_of_row = self.head_dim // size
+        rows = THREADS // chunks_of_row  # of a step
+        thread = cute.arch.thread_idx()[0]
+        row, chunk = thread // chunks_of_row, thread % chunks_of_row
+        gPart = cute.local_tile(gPage, (ROWS, self.head_dim), (part, 0))
+        return cute.local_tile(gPart, (rows, size), (None, chunk))[row, None, None], [row + first for first in range(0, ROWS, rows)]
 
     @cute.jit
-    def read(self, gPage: cute.Tensor, num_keys: Int32):
-        rBytes = cute.make_rmem_tensor((CHUNK, self.steps), cutlass.Uint8)
+    def read(self, gPage: cute.Tensor, dtype: cutlass.Constexpr, part: Int32, num_keys: Int32):
+        chunks, rows = self.chunks(gPage, dtype, part)
+        rBytes = cute.make_rmem_tensor(chunks.shape, cutlass.Uint8)
         rBytes.fill(0)
-        for step in cutlass.range_constexpr(self.steps):
-            row, chunk = self.row_and_chunk(step)
+        for step, row in enumerate(rows):
             if row < num_keys:
-                cute.autovec_copy(cute.local_tile(gPage[row, None], (CHUNK,), (chunk,)), rBytes[None, step])
+                cute.autovec_copy(chunks[None, step], rBytes[None, step])
         return rBytes
 
     @cute.jit
-    def write(self, rBytes: cute.Tensor, gPage: cute.Tensor, dtype: cutlass.Constexpr, num_keys: Int32):
-        for step in cutlass.range_constexpr(self.steps):
-            row, chunk = self.row_and_chunk(step)
+    def write(self, rBytes: cute.Tensor, gPage: cute.Tensor, dtype: cutlass.Constexpr, part: Int32, num_keys: Int32):
+        chunks, rows = self.chunks(gPage, dtype, part)
+        for step, row in enumerate(rows):
+            elements = cute.recast_tensor(rBytes[None, step], self.dtype)
+            if const_expr(dtype is not self.dtype):
+                wide = cute.make_rmem_tensor(elements.shape, dtype)
+                wide.store(elements.load().to(dtype))
+                elements = wide
             if row < num_keys:
-                narrow = cute.recast_tensor(rBytes[None, step], self.dtype)
-                if const_expr(dtype is self.dtype):
-                    cute.autovec_copy(narrow, cute.local_tile(gPage[row, None], (CHUNK,), (chunk,)))
-                else:
-                    wide = cute.make_rmem_tensor(CHUNK, dtype)
-                    wide.store(narrow.load().to(dtype))
-                    cute.autovec_copy(wide, cute.local_tile(gPage[row, None], (CHUNK,), (chunk,)))
+                cute.autovec_copy(elements, chunks[None, step])
 
 
 def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     kernel = WidenPages(variant)
     pages, copies, kv_heads, requests = (cute.sym_int() for _ in range(4))
     align = 16 if variant.aligned else 1
+    shape = (kv_heads, variant.block_size, variant.head_dim)
 
-    def pool(dtype: Any, count: Any, align: int) -> Any:
-        shape = (count, kv_heads, variant.block_size, variant.head_dim)
-        strides = (*(cute.sym_int64(divisibility=max(1, align * 8 // dtype.width)) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, shape, strides, assumed_align=align)
+    def cache(count: Any) -> Any:
+        strides = (*(cute.sym_int64(divisibility=align) for _ in range(3)), 1)
+        return make_fake_tensor(cutlass.Uint8, (count, *shape), strides, assumed_align=align)
+
+    def copy(dtype: Any) -> Any:
+        page = cute.sym_int64(divisibility=shape[1] * shape[2])
+        return make_fake_tensor(dtype, (copies, *shape), (page, shape[1] * shape[2], shape[2], 1), assumed_align=16)
 
     def ints(*shape: Any) -> Any:
         return make_fake_tensor(Int32, shape, tuple(cute.sym_int64() for _ in shape))
 
     return kernel, (
-        *(pool(cutlass.Uint8, pages, align) for _ in range(2)),
-        pool(kernel.k_dtype, copies, 16),
-        pool(kernel.v_dtype, copies, 16),
+        cache(pages),
+        cache(pages),
+        copy(kernel.k_dtype),
+        copy(kernel.v_dtype),
         ints(requests, cute.sym_int()),
         ints(requests, cute.sym_int()),
         ints(requests),

@@ -12,7 +12,7 @@ from m3attn.batch import PagedBatch
 from m3attn.dsl_kernels.widen_pages import widen_pages
 
 BLOCK, HEADS, BLOCKS = 128, 2, 3
-Q_LENS, SEQ_LENS = (20, 0, 4, 17), (300, 128, 0, 128)
+Q_LENS, SEQ_LENS = (20, 0, 4, 17), (340, 128, 0, 192)
 MARK = 7
 
 
