@@ -76,7 +76,18 @@ def last_tie_taken(rank, threshold, offs_c, num_chosen, C: tl.constexpr):
 
 @triton.jit
 def select_rows(
-    scores_rows, scores_stride, out_rows, out_stride, row_exists, num_live, topk, init_blocks, local_blocks, R: tl.constexpr, C: tl.constexpr
+    scores_rows,
+    scores_stride,
+    out_rows,
+    out_stride,
+    row_exists,
+    num_live,
+    topk,
+    init_blocks,
+    local_blocks,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Choose for R rows of at most C live blocks each, and store the chosen ids."""
     offs_c = tl.arange(0, C)
@@ -85,8 +96,9 @@ def select_rows(
     num_init = tl.minimum(num_chosen - num_local, init_blocks)
     is_live = offs_c[None, :] < num_live[:, None]  # [R, C]
     is_candidate = (offs_c[None, :] >= num_init[:, None]) & (offs_c[None, :] < (num_live - num_local)[:, None])
-    # A row that keeps all its blocks needs no scores.
-    is_read = is_candidate & (num_live > topk)[:, None]
+    # A row that keeps all its blocks needs no scores. Whole groups of 4 are one load each.
+    end_read = (num_live - num_local + GROUP - 1) // GROUP * GROUP
+    is_read = (offs_c[None, :] < end_read[:, None]) & (num_live > topk)[:, None]
     score = tl.load(scores_rows[:, None] + offs_c.to(tl.int64)[None, :] * scores_stride, mask=is_read, other=0.0)
     rank = tl.where(is_candidate, rank_of_score(score), tl.where(is_live, FORCED, 0)).to(tl.uint32)
 
@@ -119,6 +131,7 @@ def select_blocks_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    GROUP: tl.constexpr,  # a row of scores may be read up to a multiple of so many columns
     PDL: tl.constexpr,  # the kernel before writes the scores and nothing else, and waited for all that came earlier
 ):
     _, first_row, end_row, first_position, _ = tile_rows(
@@ -142,15 +155,16 @@ def select_blocks_kernel(
 
     # The tile is as wide as the rows are long, not as the buffer is: three widths.
     most_live = tl.max(num_live, axis=0)
+    scores_stride, out_stride = scores_strides[2], out_strides[2]
     if most_live > BLOCK_C // 4:
-        select_rows(scores_rows, scores_strides[2], out_rows, out_strides[2], row_exists, num_live, topk, init_blocks, local_blocks, BLOCK_T, BLOCK_C)
+        select_rows(scores_rows, scores_stride, out_rows, out_stride, row_exists, num_live, topk, init_blocks, local_blocks, BLOCK_T, BLOCK_C, GROUP)
     elif most_live > BLOCK_C // 16:
         select_rows(
-            scores_rows, scores_strides[2], out_rows, out_strides[2], row_exists, num_live, topk, init_blocks, local_blocks, BLOCK_T, BLOCK_C // 4
+            scores_rows, scores_stride, out_rows, out_stride, row_exists, num_live, topk, init_blocks, local_blocks, BLOCK_T, BLOCK_C // 4, GROUP
         )
     elif most_live > 0:
         select_rows(
-            scores_rows, scores_strides[2], out_rows, out_strides[2], row_exists, num_live, topk, init_blocks, local_blocks, BLOCK_T, BLOCK_C // 16
+            scores_rows, scores_stride, out_rows, out_stride, row_exists, num_live, topk, init_blocks, local_blocks, BLOCK_T, BLOCK_C // 16, GROUP
         )
 
 
@@ -236,5 +250,6 @@ def launch_select(scores: torch.Tensor, num_blocks: int, call: SelectBlocksCall 
         BLOCK_C=width,
         BLOCK_K=next_power_of_2(call.topk),
         BLOCK_B=block_b(batch),
+        GROUP=4 if beside_scores else 1,
         PDL=pdl,
     )
