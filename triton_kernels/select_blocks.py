@@ -2,7 +2,7 @@
 
 Scores become unsigned integers in the same order, forced blocks the largest of all, so that "forced first, then the best" is one ranking.
 A bisection over these integers finds the K-th largest; it counts, so it never sorts, and stops as soon as exactly K lie at or above it.
-Where ties leave too many, a second bisection, over ids, keeps the lowest. A running count of the chosen is their place in the output.
+A running count of what is greater, and of ties, says where each chosen id goes, and which ties are too many: the lower ids win.
 """
 
 from __future__ import annotations
@@ -54,27 +54,6 @@ def kth_largest(rank, num_forced, num_chosen):
 
 
 @triton.jit
-def is_taken(rank, threshold, offs_c, last_tie):
-    """[R, C]: above the threshold, or equal to it with an id up to last_tie [R]."""
-    return rank > tl.where(offs_c[None, :] <= last_tie[:, None], threshold - 1, threshold)
-
-
-@triton.jit
-def last_tie_taken(rank, threshold, offs_c, num_chosen, C: tl.constexpr):
-    """[R] int32: the id up to which blocks equal to the threshold are taken, so that num_chosen [R] are: lower ids win."""
-    surplus = tl.sum((rank >= threshold).to(tl.int32), axis=1) - num_chosen
-    low = tl.zeros_like(num_chosen) - 1
-    high = low + C
-    # Too few are taken up to `low`, enough up to `high`.
-    while tl.max(tl.where(surplus > 0, high - low, 0), axis=0) > 1:
-        middle = low + (high - low) // 2
-        enough = tl.sum(is_taken(rank, threshold, offs_c, middle).to(tl.int32), axis=1) >= num_chosen
-        low = tl.where(enough, low, middle)
-        high = tl.where(enough, middle, high)
-    return high
-
-
-@triton.jit
 def select_rows(
     scores_rows,
     scores_stride,
@@ -103,8 +82,14 @@ def select_rows(
     rank = tl.where(is_candidate, rank_of_score(score), tl.where(is_live, FORCED, 0)).to(tl.uint32)
 
     threshold = kth_largest(rank, num_local + num_init, num_chosen)[:, None]
-    is_chosen = is_taken(rank, threshold, offs_c, last_tie_taken(rank, threshold, offs_c, num_chosen, C))
-    place = tl.cumsum(is_chosen.to(tl.int32), axis=1) - 1
+    is_greater = rank > threshold
+    is_tie = rank == threshold
+    ties_taken = (num_chosen - tl.sum(is_greater.to(tl.int32), axis=1))[:, None]
+    # One running count of both: of the greater in the upper half, of ties in the lower.
+    count = tl.cumsum((is_greater.to(tl.int32) << 16) + is_tie.to(tl.int32), axis=1)
+    ties = count & 0xFFFF
+    is_chosen = is_greater | (is_tie & (ties <= ties_taken))
+    place = (count >> 16) + tl.minimum(ties, ties_taken) - 1
     tl.store(out_rows[:, None] + place.to(tl.int64) * out_stride, tl.broadcast_to(offs_c[None, :], [R, C]), mask=is_chosen & row_exists[:, None])
 
 
