@@ -28,12 +28,16 @@ class CountingTimer:
     """Calls what it is given once and says so; a call takes as long as its place in line."""
 
     def __init__(self) -> None:
-        self.cold_calls = self.replay_calls = 0
+        self.cold_calls = self.replay_calls = self.captured_calls = 0
 
     def cold(self, call):
         call()
         self.cold_calls += 1
         return 100.0
+
+    def captured(self, calls):
+        self.captured_calls += len(calls)
+        return lambda: [call() for call in calls]
 
     def replay(self, calls):
         for call in calls:
@@ -419,6 +423,26 @@ def test_replay_rotates_and_compares_with_a_plain_read():
     assert timer.replay_calls > 1 and timer.cold_calls == 1
     assert {row["implementation"]: row["timing"] for row in rows} == {"copy": "graph", "reference": "cold"}
     assert all(row["stream_us"] > 0 for row in rows)
+
+
+def test_sparse_mla_is_timed_as_a_graph_of_one_call():
+    """A peer too; the reference reads lengths back, which no capture allows."""
+    timer, reference = CountingTimer(), next(i for i in m3attn.implementations("sparse_mla_prefill") if i.key == "reference")
+
+    class FlashMla:
+        flashmla = object()
+
+        def sparse_mla_prefill(self, q, kv, indices, sm_scale):
+            return m3attn.sparse_mla_prefill(q, kv, indices, sm_scale=sm_scale, impl="reference")[0]
+
+    m3attn.register("sparse_mla_prefill", "copy", reference.load())
+    try:
+        asked = request("sparse_mla_prefill", shapes=("2x40x8",), heads=(Heads(4, 1),), implementations=("copy", "reference"))
+        rows, remarks, _ = bench(asked, timer=timer, peers=FlashMla())
+    finally:
+        m3attn.unregister("sparse_mla_prefill", "copy")
+    assert not remarks and {row["implementation"]: row["timing"] for row in rows} == dict.fromkeys(("copy", "reference", FLASHMLA), "cold")
+    assert (timer.captured_calls, timer.cold_calls, timer.replay_calls) == (2, 3, 0)
 
 
 def test_sampled_rows_agree_with_the_whole_reference():

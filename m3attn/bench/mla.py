@@ -29,7 +29,10 @@ ROPE_THETA = 1e4
 def sparse_mla_prefill(
     size: tuple[int, ...], heads: Heads, mode_name: str, sample_rows: int, l2_bytes: int, generator: torch.Generator, peers: Peers | None
 ) -> Workload:
-    """`size` is (queries, latent tokens, indices a query); every query picks its tokens at random."""
+    """`size` is (queries, latent tokens, indices a query); every query picks its tokens at random.
+
+    Captured, because a peer's host may take longer over few queries than a GPU does.
+    """
     num_q, num_kv, topk = size
     mode = MODES[mode_name]
     q = random((num_q, heads.num_q, QK_DIM), mode.q, generator)
@@ -53,7 +56,7 @@ def sparse_mla_prefill(
     found: dict[str, SetCall] = {}
     if peers is not None and peers.flashmla is not None and mode_name == "bf16":
         found[FLASHMLA] = lambda _: peers.sparse_mla_prefill(q, kv, indices, sm_scale)
-    return Workload(cost, run, check, peers=found)
+    return Workload(cost, run, check, peers=found, captured=True)
 
 
 def exact_rows(q: torch.Tensor, latent: torch.Tensor, picks: torch.Tensor, sm_scale: float) -> torch.Tensor:

@@ -364,9 +364,11 @@ def _measure(workload: Workload, subject: Subject, calls: list[Call], *, replay:
     if not checked.passed and not subject.is_peer:
         raise ParityFailure(f"differs from the reference: {checked}")
     # The reference reads lengths back to the host, which no capture allows.
-    in_graph = replay and subject.name != "reference"
-    us = timer.replay(calls) if in_graph else timer.cold(calls[0])
-    return Measurement(us, workload.cost, checked, "graph" if in_graph else "cold", stream_us)
+    can_capture = subject.name != "reference"
+    if replay and can_capture:
+        return Measurement(timer.replay(calls), workload.cost, checked, "graph", stream_us)
+    us = timer.cold(timer.captured(calls[:1]) if workload.captured and can_capture else calls[0])
+    return Measurement(us, workload.cost, checked, "cold", stream_us)
 
 
 def row(job: Job, subject: Subject, measured: list[Measurement], session: Session) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How a call is timed: eagerly with a cold L2, or replayed in a CUDA graph over data that L2 cannot hold."""
+"""How a call is timed: alone with a cold L2, or among others in a CUDA graph over data that L2 cannot hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ MAX_SPIN_SECONDS = 2e-3
 
 class Timer(Protocol):
     def cold(self, call: Call) -> float:
-        """Median microseconds of one eager call that finds nothing of its data in L2."""
+        """Median microseconds of one call that finds nothing of its data in L2."""
+        ...
+
+    def captured(self, calls: Sequence[Call]) -> Call:
+        """A CUDA graph that runs `calls` in turn, as one call that leaves the host little to do."""
         ...
 
     def replay(self, calls: Sequence[Call]) -> float:
@@ -55,8 +59,7 @@ class CudaTimer:
 
         return self._median_ms(once, estimate) * 1e3
 
-    def replay(self, calls: Sequence[Call]) -> float:
-        calls = list(calls) * max(1, -(-MIN_GRAPH_CALLS // len(calls)))
+    def captured(self, calls: Sequence[Call]) -> Call:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -68,13 +71,18 @@ class CudaTimer:
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-        graph.replay()
+        return graph.replay
+
+    def replay(self, calls: Sequence[Call]) -> float:
+        calls = list(calls) * max(1, -(-MIN_GRAPH_CALLS // len(calls)))
+        all_of_them = self.captured(calls)
+        all_of_them()
         torch.cuda.synchronize(self.device)
-        estimate, _ = self._estimate(graph.replay)
+        estimate, _ = self._estimate(all_of_them)
 
         def once(start: torch.cuda.Event, end: torch.cuda.Event) -> None:
             start.record()
-            graph.replay()
+            all_of_them()
             end.record()
 
         return self._median_ms(once, estimate) * 1e3 / len(calls)

@@ -31,6 +31,7 @@ class Workload:
         adapt_peer: turns a peer's result into what `check` takes, where their conventions differ.
         outputs: buffers that `run` writes; they are poisoned before a check.
         stream_bytes: what a decode step must at least read, for the streaming comparison.
+        captured: where L2 is to be cold, what is timed is a CUDA graph of one call, whose host time does not count.
     """
 
     cost: Cost
@@ -41,6 +42,7 @@ class Workload:
     peers: dict[str, SetCall] = field(default_factory=dict)
     adapt_peer: Callable[[torch.Tensor], torch.Tensor] = lambda result: result
     stream_bytes: int = 0
+    captured: bool = False
 
     def poison(self) -> None:
         """Fill the outputs with values no implementation may leave behind."""

@@ -11,7 +11,8 @@ NAME = "bench"
 HELP = """Time registered implementations on named shapes.
 
 Each implementation is first checked against the fp64 reference on sampled rows of that very shape; one that fails is not timed.
-Prefill is timed with a cold L2, decode and verify as the replay of a CUDA graph over data that L2 cannot hold."""
+Prefill is timed with a cold L2, decode and verify as the replay of a CUDA graph over data that L2 cannot hold. Sparse MLA is timed with a cold L2
+as the replay of a CUDA graph of one call: its figures, the peers' too, are the GPU's and not the host's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
