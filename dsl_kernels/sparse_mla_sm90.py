@@ -39,18 +39,14 @@ LINES = LATENT // LINE + 1
 """The last line holds the rotated dims until they have met the queries, and then the tile's weights."""
 WARP_TOKENS = TOKENS // 4
 VALUE_STAGES = 2
-READS_AHEAD = 1
-"""Steps of the transposition, 1 KB of a warp each, that are read before what was read first is written."""
-L2_BYTES = 128
-"""What the L2 cache fetches from memory for a copy of 16 bytes."""
+LAG = 8.0
+"""How far, base 2, a row's maximum may outgrow what its 16-bit weights are relative to before outputs are rescaled, which they then seldom are."""
+KEYS_FIRST = False
 MERGE_THREADS = 128
 WEIGHT_BITS_E4M3 = 8
 """Weights of at most 1 lose less in e4m3 above its denormals: they are scaled by two to this power."""
-SHORT_SUMS = True
-"""Hopper's e4m3 sums keep 13 bits below their largest term, so that a long one loses what its later products add. Each tile's values make a sum
-of their own, which joins the output in fp32."""
 COLUMNS = 32
-"""Of the output that short sums are made for at once."""
+"""Of the output that sums of e4m3 are made for at once."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,7 @@ class Variant:
 
 LEFT, RIGHT, LAST = range(3)
 """Parts of a tile, each a ring of its own: dims 0 to 255, dims 256 to 511, the last line."""
+EACH = ((LEFT,), (RIGHT,), (LAST,))
 
 
 class SparseMlaSm90:
@@ -88,7 +85,7 @@ class SparseMlaSm90:
         self.stages = 3 if self.transposes else 2
         self.line_chunks = LINE * self.dtype.width // 128  # copies of 16 bytes that make a line of a token
         self.copied_tokens = 32 // self.line_chunks  # by a warp at once
-        self.short_sums = self.transposes and SHORT_SUMS
+        self.lag = 0.0 if self.transposes else LAG
         self.weight_bits = WEIGHT_BITS_E4M3 if self.transposes else 0
         self.consumer_registers, self.producer_registers = 224, 56
 
@@ -116,9 +113,7 @@ class SparseMlaSm90:
         k_major, source = OperandMajorMode.K, warpgroup.OperandSource.SMEM
         qk_mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (HEADS, TOKENS), source)
         v_major = k_major if self.transposes else OperandMajorMode.MN
-        columns = LATENT // 2
-        if const_expr(self.short_sums):
-            columns, source = COLUMNS, warpgroup.OperandSource.RMEM
+        columns, source = COLUMNS if self.transposes else LATENT // 2, warpgroup.OperandSource.RMEM
         pv_mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, v_major, Float32, (1, 1, 1), (HEADS, columns), source)
         num_work = mQ.shape[0] * ((mQ.shape[1] + HEADS - 1) // HEADS)
         # A query's whole rows, or its parts.
@@ -172,8 +167,8 @@ class SparseMlaSm90:
         if const_expr(self.transposes):
             sValues = smem.allocate_tensor(self.dtype, cute.make_layout(TOKENS * LATENT * VALUE_STAGES), 1024)
             sWeights = smem.allocate_tensor(self.dtype, cute.make_layout(HEADS * TOKENS * self.stages), 1024)
-        sMax = smem.allocate_tensor(Float32, cute.make_layout((HEADS, self.stages)), 16)  # of each row's logits up to the tile, base 2
-        sSums = smem.allocate_tensor(Float32, cute.make_layout((HEADS, 2, 2)), 16)  # [rows, warpgroups, every second piece of work]
+        sBase = smem.allocate_tensor(Float32, cute.make_layout((HEADS, self.stages)), 16)  # what each row's weights of a tile are relative to
+        sRows = smem.allocate_tensor(Float32, cute.make_layout((HEADS, 2, 2, 2)), 16)  # [rows, sum or peak, warpgroups, every second piece of work]
         sValid = smem.allocate_tensor(Int32, cute.make_layout((4, self.stages)), 16)  # 16 tokens a word
         barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(8 * self.stages + 2 * VALUE_STAGES + 2), 8).iterator
         rings = [Ring(barriers + 2 * i * self.stages, barriers + (2 * i + 1) * self.stages, self.stages) for i in range(4)]
@@ -226,8 +221,8 @@ class SparseMlaSm90:
                 sTiles,
                 sValues,
                 sWeights,
-                sMax,
-                sSums,
+                sBase,
+                sRows,
                 sValid,
                 parts,
                 weights,
@@ -366,7 +361,7 @@ class SparseMlaSm90:
                 copied_row = row + i * self.copied_tokens
                 place = destination + (line * (TOKENS * LINE) + self.chunk_offset(copied_row, chunk))
                 cute.arch.inline_ptx(
-                    f"cp.async.cg.shared.global.L2::{L2_BYTES}B [{{$r0}}], [{{$r1}}], 16, {{$r2}};",
+                    "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
                     read_only_args=[place.toint(), sources[i] + (line * LINE * self.dtype.width // 8 + chunk * 16), sizes[i]],
                 )
 
@@ -402,11 +397,11 @@ class SparseMlaSm90:
         parts[RIGHT].wait_full(count)
         values.wait_empty(count)
         steps = LATENT // 16 // 4
-        ahead = [read(step) for step in range(READS_AHEAD)]
+        ahead = read(0)
         for step in cutlass.range_constexpr(steps):
-            if const_expr(step + READS_AHEAD < steps):
-                ahead.append(read(step + READS_AHEAD))
-            pairs = ahead[step]
+            pairs = ahead
+            if const_expr(step + 1 < steps):
+                ahead = read(step + 1)
             for half in cutlass.range_constexpr(2):
                 words = [
                     cute.arch.inline_ptx(
@@ -446,8 +441,8 @@ class SparseMlaSm90:
         sTiles: cute.Tensor,
         sValues: cute.Tensor,
         sWeights: cute.Tensor,
-        sMax: cute.Tensor,
-        sSums: cute.Tensor,
+        sBase: cute.Tensor,
+        sRows: cute.Tensor,
         sValid: cute.Tensor,
         parts: tuple[Ring, Ring, Ring],
         weights: Ring,
@@ -456,9 +451,10 @@ class SparseMlaSm90:
         half: Int32,
     ):
         """One warpgroup: the softmax of every second tile, and its half of the outputs' columns."""
-        tSrQ, tSrK, tOrP, tOrV = self.operands(qk_mma, pv_mma, sQ, sTiles, sValues, sWeights, half)
+        tSrQ, tSrK, tOrP, tOrV = self.operands(qk_mma, pv_mma, sQ, sTiles, sValues, half)
         rO = cute.make_rmem_tensor(LATENT // 4, Float32)
-        row_max = cute.make_rmem_tensor(2, Float32)
+        row_base = cute.make_rmem_tensor(2, Float32)
+        row_peak = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
         num_heads = mQ.shape[1]
         grid, _, _ = cute.arch.grid_dim()
@@ -469,71 +465,77 @@ class SparseMlaSm90:
             first_tile, end_tile, _ = self.tiles_of(mIndices, mLength, query, split, self.splits_of(mOut))
             tiles = end_tile - first_tile
             rO.fill(0.0)
-            row_max.fill(-Float32.inf)
+            row_base.fill(-Float32.inf)
+            row_peak.fill(-Float32.inf)
             row_sum.fill(0.0)
             if tiles > 0:
                 queries.wait_full(query_count)
-            none = cute.make_rmem_tensor(2, Float32)
-            none.fill(0.0)
+            as_it_is = cute.make_rmem_tensor(2, Float32)
+            as_it_is.fill(1.0)
             if half == 0 and tiles > 0:
-                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, first, parts, (LEFT, RIGHT, LAST))
+                rS = self.multiply_keys(qk_mma, tSrQ, tSrK, first, parts, EACH)
                 warpgroup.wait_group(0)
                 valid = self.release_keys(sValid, parts, first)
                 if tiles <= 2:
                     queries.release(query_count)
-                self.weigh(rS, row_max, row_sum, valid, scale_log2)
-                self.publish(rS, row_max, sWeights, sMax, first, weights, half)
-                self.add_values(pv_mma, rO, none, tOrP, tOrV, sWeights, first, weights, values)
+                self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2)
+                self.publish(rS, tOrP, row_base, sWeights, sBase, first, weights, half)
+                self.add_values(pv_mma, rO, as_it_is, tOrP, tOrV, sWeights, first, weights, values, True)
                 self.release_values(parts, values, first, half)
             tile = 2 - half
             while tile < tiles:
                 count = first + tile
-                if const_expr(self.short_sums):
+                if const_expr(self.transposes):
                     # Their registers are those of Q K^T, which the other warpgroup's products run beside.
-                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (LEFT, RIGHT, LAST))
+                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, EACH)
                     warpgroup.wait_group(0)
                     valid = self.release_keys(sValid, parts, count)
                     if tile + 2 >= tiles:
                         queries.release(query_count)
-                    before = self.follow(row_max, row_sum, sMax, count - 1, weights)
-                    rescale = self.weigh(rS, row_max, row_sum, valid, scale_log2)
-                    self.publish(rS, row_max, sWeights, sMax, count, weights, half)
-                    self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values)
+                    before = self.follow(row_base, row_sum, sBase, count - 1, weights)
+                    rescale = self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2)
+                    self.publish(rS, tOrP, row_base, sWeights, sBase, count, weights, half)
+                    self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values, False)
                     self.release_values(parts, values, count - 1, half)
                 else:
-                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (LEFT,))
-                    before = self.follow(row_max, row_sum, sMax, count - 1, weights)
-                    self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values)
-                    # Before the wait for the rest of the keys: of two stages theirs may be the one that this frees.
-                    self.release_values(parts, values, count - 1, half)
-                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, (RIGHT, LAST), rS)
+                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, ((LEFT,),))
+                    before = self.follow(row_base, row_sum, sBase, count - 1, weights)
+                    self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values, False)
+                    if const_expr(KEYS_FIRST):
+                        rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, ((RIGHT, LAST),), rS)
+                        self.release_values(parts, values, count - 1, half, 1)
+                    else:
+                        # The place of the tile after this one is freed before the rest of this one's keys is waited for.
+                        self.release_values(parts, values, count - 1, half)
+                        rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, ((RIGHT, LAST),), rS)
                     warpgroup.wait_group(0)
                     valid = self.release_keys(sValid, parts, count)
                     if tile + 2 >= tiles:
                         queries.release(query_count)
-                    rescale = self.weigh(rS, row_max, row_sum, valid, scale_log2)
-                    self.publish(rS, row_max, sWeights, sMax, count, weights, half)
-                self.add_values(pv_mma, rO, rescale, tOrP, tOrV, sWeights, count, weights, values)
+                    rescale = self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2)
+                    self.publish(rS, tOrP, row_base, sWeights, sBase, count, weights, half)
+                self.add_values(pv_mma, rO, rescale, tOrP, tOrV, sWeights, count, weights, values, True)
                 self.release_values(parts, values, count, half)
                 tile += 2
             if half == 1 and tiles == 1:
                 queries.release(query_count)
             if tile == tiles:
-                before = self.follow(row_max, row_sum, sMax, first + tile - 1, weights)
-                self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, first + tile - 1, weights, values)
+                before = self.follow(row_base, row_sum, sBase, first + tile - 1, weights)
+                self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, first + tile - 1, weights, values, False)
                 self.release_values(parts, values, first + tile - 1, half)
-            self.finish(mSink, mOut, mMaxLogits, mLse, value_scale, rO, row_max, row_sum, sSums, work_count, query, first_head, split, half)
+            self.finish(
+                mSink, mOut, mMaxLogits, mLse, value_scale, rO, row_base, row_peak, row_sum, sRows, work_count, query, first_head, split, half
+            )
             first += tiles
             query_count += Int32(1) if tiles > 0 else Int32(0)
             work_count += 1
             work += grid
 
-    def operands(self, qk_mma, pv_mma, sQ, sTiles, sValues, sWeights, half):
-        """Both products' operands in shared memory: queries, keys, weights, this warpgroup's half of the values."""
+    def operands(self, qk_mma, pv_mma, sQ, sTiles, sValues, half):
+        """Both products' operands: queries and keys in shared memory, weights in registers, this warpgroup's half of the values."""
         tile = TOKENS * LINE * LINES
         sQ = self.staged(sQ.iterator, HEADS, self.lines, 1, 0)[None, None, 0]  # [64, D]
         sK = self.staged(sTiles.iterator, TOKENS, self.lines, self.stages, tile)  # [64, D, stages]
-        sP = self.staged(sWeights.iterator, HEADS, 1, self.stages, self.weights_stride())  # [64, 64, stages]
         first = sValues.iterator + half * (TOKENS * LATENT // 2)
         if const_expr(self.transposes):
             sVt = self.staged(first, LATENT // 2, TOKENS // LINE, VALUE_STAGES, TOKENS * LATENT)  # [256, 64, stages]
@@ -541,15 +543,12 @@ class SparseMlaSm90:
             sV = self.staged(first, TOKENS, HALF_LINES, self.stages, tile)  # [64, 256, stages]
             sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         qk_thread, pv_thread = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        if const_expr(self.short_sums):
-            tOrP = cute.make_rmem_tensor(pv_thread.partition_shape_A((HEADS, TOKENS)), self.dtype)
+        if const_expr(self.transposes):
             sVt = cute.local_tile(sVt, (COLUMNS, TOKENS), (None, 0, None))  # [32, 64, 8, stages]
-        else:
-            tOrP = pv_thread.make_fragment_A(pv_thread.partition_A(sP))
         return (
             qk_thread.make_fragment_A(qk_thread.partition_A(sQ)),
             qk_thread.make_fragment_B(qk_thread.partition_B(sK)),
-            tOrP,
+            cute.make_rmem_tensor(pv_thread.partition_shape_A((HEADS, TOKENS)), self.dtype),
             pv_thread.make_fragment_B(pv_thread.partition_B(sVt)),
         )
 
@@ -574,10 +573,10 @@ class SparseMlaSm90:
         tSrK: cute.Tensor,
         count: Int32,
         parts: tuple[Ring, Ring, Ring],
-        chosen: cutlass.Constexpr,
+        groups: cutlass.Constexpr,
         rS: MaybeTensor = None,
     ):
-        """Starts Q K^T over the `chosen` parts as they arrive, on top of `rS`; the products [64, 64] are there when the group is waited for."""
+        """Starts Q K^T over each group of parts as it arrives, on top of `rS`; the products [64, 64] are there when they are waited for."""
         atom = cute.make_mma_atom(qk_mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, rS is not None)
         if const_expr(rS is None):
@@ -585,15 +584,15 @@ class SparseMlaSm90:
         steps = cute.size(tSrQ, mode=[2])
         per_part = steps * LINE * HALF_LINES // self.variant.head_dim
         stage = count % self.stages
-        for part in cutlass.range_constexpr(LAST + 1):
-            if const_expr(part in chosen):
+        for group in cutlass.range_constexpr(len(groups)):
+            for part in cutlass.range_constexpr(groups[group][0], groups[group][-1] + 1):
                 parts[part].wait_full(count)
-                # The copies were no asynchronous ones to wgmma, and a thread that starts one cannot fence when they have arrived.
-                cute.arch.fence_view_async_shared()
-                warpgroup.fence()
-                for k in cutlass.range_constexpr(part * per_part, min((part + 1) * per_part, steps)):
-                    cute.gemm(atom, rS, tSrQ[None, None, k], tSrK[None, None, k, stage], rS)
-                    atom.set(warpgroup.Field.ACCUMULATE, True)
+            # The copies were no asynchronous ones to wgmma, and a thread that starts one cannot fence when they have arrived.
+            cute.arch.fence_view_async_shared()
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(groups[group][0] * per_part, min((groups[group][-1] + 1) * per_part, steps)):
+                cute.gemm(atom, rS, tSrQ[None, None, k], tSrK[None, None, k, stage], rS)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         return rS
 
@@ -609,13 +608,17 @@ class SparseMlaSm90:
         count: Int32,
         weights: Ring,
         values: Ring,
+        is_own: cutlass.Constexpr,
     ):
-        """O = O * rescale + P V of a tile."""
-        stage = count % self.stages
+        """O = O * rescale + P V of a tile; in 16 bits the last of it is there when it is waited for."""
         atom = cute.make_mma_atom(pv_mma.op)
-        weights.wait_full(count)
-        if const_expr(self.short_sums):
-            self.read_weights(tOrP, sWeights.iterator + stage * self.weights_stride())
+        # What a lane computes in 16 bits is what wgmma wants of it.
+        if const_expr(self.transposes or not is_own):
+            weights.wait_full(count)
+            if const_expr(not self.transposes):
+                cute.arch.fence_view_async_shared()  # the other warpgroup waited for these values
+            self.read_weights(tOrP, sWeights.iterator + count % self.stages * self.weights_stride())
+        if const_expr(self.transposes):
             values.wait_full(count)
             chunks = LATENT // 2 // COLUMNS
             sums = [cute.make_rmem_tensor(pv_mma.get_slice(0).partition_shape_C((HEADS, COLUMNS)), Float32) for _ in range(2)]
@@ -635,21 +638,16 @@ class SparseMlaSm90:
                     for r in cutlass.range_constexpr(2):
                         output[r, None].store(output[r, None].load() * rescale[r] + products[r, None].load())
         else:
-            output = self.by_row(rO)
-            for r in cutlass.range_constexpr(2):
-                output[r, None].store(output[r, None].load() * rescale[r])
-            value_stage = stage
-            if const_expr(self.transposes):
-                values.wait_full(count)
-                value_stage = count % VALUE_STAGES
+            if cute.arch.vote_any_sync(rescale[0] != 1.0 or rescale[1] != 1.0):
+                output = self.by_row(rO)
+                for r in cutlass.range_constexpr(2):
+                    output[r, None].store(output[r, None].load() * rescale[r])
             atom.set(warpgroup.Field.ACCUMULATE, True)
-            cute.arch.fence_view_async_shared()
             warpgroup.fence()
             rSum = cute.make_tensor(rO.iterator, pv_mma.get_slice(0).partition_shape_C((HEADS, LATENT // 2)))
             for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
-                cute.gemm(atom, rSum, tOrP[None, None, k, stage], tOrV[None, None, k, value_stage], rSum)
+                cute.gemm(atom, rSum, tOrP[None, None, k], tOrV[None, None, k, count % self.stages], rSum)
             warpgroup.commit_group()
-            warpgroup.wait_group(0)
 
     @cute.jit
     def read_weights(self, tOrP: cute.Tensor, line: cute.Pointer):
@@ -667,11 +665,14 @@ class SparseMlaSm90:
                 words[4 * k + i] = read[i]
 
     @cute.jit
-    def weigh(self, rS: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, valid: cute.Tensor, scale_log2: Float32):
+    def weigh(self, rS: cute.Tensor, row_base: cute.Tensor, row_peak: cute.Tensor, row_sum: cute.Tensor, valid: cute.Tensor, scale_log2: Float32):
         """One step of the softmax on products [64, 64], which become weights; returns what the output so far is to be multiplied by, [2]."""
         logits = self.by_row(rS)
         rescale = cute.make_rmem_tensor(2, Float32)
-        rS.store(rS.load() * scale_log2)
+        if scale_log2 < 0.0:
+            rS.store(-rS.load())
+        # With a scale of 0, what is masked would become NaN.
+        scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(2.0**-126))
         if (valid[0] & valid[1] & valid[2] & valid[3]) != 0xFFFF:
             for i in cutlass.range_constexpr(TOKENS // 4):
                 bits = valid[i // 4] >> cute.arch.lane_idx() % 4 * 2
@@ -680,20 +681,31 @@ class SparseMlaSm90:
                         logits[r, i] = -Float32.inf
         for r in cutlass.range_constexpr(2):
             row = logits[r, None].load()
-            peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4)
-            old_max = row_max[r]
-            new_max = cute.arch.fmax(old_max, peak)
-            shift = Float32(0.0) if new_max == -Float32.inf else new_max
-            rescale[r] = cute.math.exp2(old_max - shift, fastmath=True)
-            tile_weights = cute.math.exp2(row - (shift - self.weight_bits), fastmath=True)
-            row_max[r] = new_max
+            peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4) * scale
+            row_peak[r] = cute.arch.fmax(row_peak[r], peak)
+            old_base = row_base[r]
+            new_base = peak if peak > old_base + self.lag else old_base
+            shift = Float32(0.0) if new_base == -Float32.inf else new_base
+            rescale[r] = cute.math.exp2(old_base - shift, fastmath=True)
+            tile_weights = cute.math.exp2(row * scale - (shift - self.weight_bits), fastmath=True)
+            row_base[r] = new_base
             row_sum[r] = row_sum[r] * rescale[r] + tile_weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             logits[r, None].store(tile_weights)
         return rescale
 
     @cute.jit
-    def publish(self, rS: cute.Tensor, row_max: cute.Tensor, sWeights: cute.Tensor, sMax: cute.Tensor, count: Int32, weights: Ring, half: Int32):
-        """The tile's weights to where both warpgroups' products read them, and its maxima."""
+    def publish(
+        self,
+        rS: cute.Tensor,
+        tOrP: cute.Tensor,
+        row_base: cute.Tensor,
+        sWeights: cute.Tensor,
+        sBase: cute.Tensor,
+        count: Int32,
+        weights: Ring,
+        half: Int32,
+    ):
+        """The tile's weights to where the other warpgroup reads them, in e4m3 this one too, and what they are relative to."""
         # Where they have a place of their own, both warpgroups read what was there before the last tile's weights, which are there, were published.
         if const_expr(not self.transposes):
             # The other warps may still multiply the rotated dims that the weights replace.
@@ -702,38 +714,38 @@ class SparseMlaSm90:
         row, lane = self.first_row_of_thread(), cute.arch.lane_idx()
         line = sWeights.iterator + stage * self.weights_stride()
         logits = self.by_row(rS)
-        for r in cutlass.range_constexpr(2):
-            rP = cute.make_rmem_tensor(TOKENS // 4, self.dtype)
-            if const_expr(self.transposes):
+        if const_expr(self.transposes):
+            for r in cutlass.range_constexpr(2):
+                rP = cute.make_rmem_tensor(TOKENS // 4, self.dtype)
                 rP.store(logits[r, None].load().to(self.dtype))
                 target = (line + self.chunk_offset(row + 8 * r, lane % 4)).align(16)
                 cute.autovec_copy(rP, cute.make_tensor(target, cute.make_layout(TOKENS // 4)))
-            else:
-                rP.store(logits[r, None].load().to(self.dtype))
-                pairs = cute.recast_tensor(rP, Int32)
-                for chunk in cutlass.range_constexpr(self.line_chunks):
+        else:
+            own = cute.make_tensor(tOrP.iterator, rS.layout)
+            own.store(rS.load().to(self.dtype))
+            pairs = cute.recast_tensor(tOrP, Int32)
+            for chunk in cutlass.range_constexpr(self.line_chunks):
+                for r in cutlass.range_constexpr(2):
                     words = cute.recast_ptr(line + self.chunk_offset(row + 8 * r, chunk), dtype=Int32)
-                    cute.make_tensor(words, cute.make_layout(4))[lane % 4] = pairs[chunk]
+                    cute.make_tensor(words, cute.make_layout(4))[lane % 4] = pairs[2 * chunk + r]
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
-                sMax[row + 8 * r, stage] = row_max[r]
-        if const_expr(not self.short_sums):
-            cute.arch.fence_view_async_shared()
+                sBase[row + 8 * r, stage] = row_base[r]
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(weights.full + stage)
 
     @cute.jit
-    def follow(self, row_max: cute.Tensor, row_sum: cute.Tensor, sMax: cute.Tensor, count: Int32, weights: Ring):
-        """Brings the sums under the maxima that the other warpgroup found in a tile; returns what the output is to be multiplied by, [2]."""
+    def follow(self, row_base: cute.Tensor, row_sum: cute.Tensor, sBase: cute.Tensor, count: Int32, weights: Ring):
+        """Makes sums relative to the same as the other warpgroup's weights of a tile; returns what the output is to be multiplied by, [2]."""
         weights.wait_full(count)
         rescale = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            new_max = sMax[self.first_row_of_thread() + 8 * r, count % self.stages]
-            shift = Float32(0.0) if new_max == -Float32.inf else new_max
-            rescale[r] = cute.math.exp2(row_max[r] - shift, fastmath=True)
+            new_base = sBase[self.first_row_of_thread() + 8 * r, count % self.stages]
+            shift = Float32(0.0) if new_base == -Float32.inf else new_base
+            rescale[r] = cute.math.exp2(row_base[r] - shift, fastmath=True)
             row_sum[r] *= rescale[r]
-            row_max[r] = new_max
+            row_base[r] = new_base
         return rescale
 
     @cute.jit
@@ -747,11 +759,12 @@ class SparseMlaSm90:
         return valid
 
     @cute.jit
-    def release_values(self, parts: tuple[Ring, Ring, Ring], values: Ring, count: Int32, half: Int32):
+    def release_values(self, parts: tuple[Ring, Ring, Ring], values: Ring, count: Int32, half: Int32, started_since: cutlass.Constexpr = 0):
         """After O += P V: this warpgroup's half of the values, and its share of the weights' place."""
         if const_expr(self.transposes):
             values.release(count)
         else:
+            warpgroup.wait_group(started_since)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive((parts[LEFT].empty if half == 0 else parts[RIGHT].empty) + count % self.stages)
@@ -766,9 +779,10 @@ class SparseMlaSm90:
         mLse: cute.Tensor,
         value_scale: Float32,
         rO: cute.Tensor,
-        row_max: cute.Tensor,
+        row_base: cute.Tensor,
+        row_peak: cute.Tensor,
         row_sum: cute.Tensor,
-        sSums: cute.Tensor,
+        sRows: cute.Tensor,
         work_count: Int32,
         query: Int32,
         first_head: Int32,
@@ -786,17 +800,18 @@ class SparseMlaSm90:
         for r in cutlass.range_constexpr(2):
             row_sum[r] = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
             if lane % 4 == 0:
-                sSums[first_row + 8 * r, half, work_count % 2] = row_sum[r]
+                sRows[first_row + 8 * r, 0, half, work_count % 2] = row_sum[r]
+                sRows[first_row + 8 * r, 1, half, work_count % 2] = row_peak[r]
         cute.arch.barrier(barrier_id=3, number_of_threads=2 * WARPGROUP)
         for r in cutlass.range_constexpr(2):
             row = first_row + 8 * r
             head = first_head + row
             is_head = head < num_heads
             # Both warpgroups add in the same order.
-            total = sSums[row, 0, work_count % 2] + sSums[row, 1, work_count % 2]
+            total = sRows[row, 0, 0, work_count % 2] + sRows[row, 0, 1, work_count % 2]
             has_tokens = total > 0.0
-            largest = row_max[r] * LN2
-            logsum = largest + (cute.math.log2(total, fastmath=True) - self.weight_bits) * LN2 if has_tokens else without_tokens
+            largest = cute.arch.fmax(sRows[row, 1, 0, work_count % 2], sRows[row, 1, 1, work_count % 2]) * LN2
+            logsum = (row_base[r] + cute.math.log2(total, fastmath=True) - self.weight_bits) * LN2 if has_tokens else without_tokens
             factor = value_scale / total if has_tokens else Float32(0.0)
             if const_expr(mSink is not None and not self.variant.split):
                 if has_tokens:
