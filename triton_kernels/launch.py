@@ -35,7 +35,6 @@ _compile_log: CompileLog | None = None
 _HERE = nullcontext()
 _ONES: dict[int, tuple[int, ...]] = {1: (1, 1), 2: (1,), 3: ()}
 """What makes a grid three-dimensional."""
-_PLAIN = frozenset((int, float, bool, type(None), tuple))
 _ready: dict[tuple[Any, ...], tuple[Any, Any, Any, Any, tuple[Any, ...]]] = {}
 """What a launch of such arguments ran on this device: the compiled kernel, its launcher, function and metadata, and the values of the compile-time
 parameters that follow the arguments."""
@@ -56,7 +55,8 @@ def launch(
         return
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     if _compile_log is None and isinstance(kernel, JITFunction):
-        key = (kernel.fn, device, num_warps, num_stages, pdl, *meta.items(), *map(type, args), *_specialised(args))
+        passed, decisive = _look(args)
+        key = (kernel.fn, device, num_warps, num_stages, pdl, *meta, *meta.values(), *decisive)
         with _HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device):
             ready = _ready.get(key)
             if ready is None or _is_watched():
@@ -64,7 +64,7 @@ def launch(
             else:
                 _, run, function, metadata, constants = ready
                 stream = driver.active.get_current_stream(device.index)
-                run(*grid, *_ONES[len(grid)], stream, function, metadata, None, None, None, *args, *constants)
+                run(*grid, *_ONES[len(grid)], stream, function, metadata, None, None, None, *passed, *constants)
         return
     if _compile_log is not None:
         compiled = kernel.warmup(*args, grid=tuple(grid), **options, **meta)
@@ -73,19 +73,28 @@ def launch(
         kernel[tuple(grid)](*args, **options, **meta)  # in the interpreter
 
 
-def _specialised(args: tuple[Any, ...]) -> list[Any]:
-    """What decides which compiled kernel fits: of a tensor its dtype and alignment, of a number at most the number.
+def _look(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """The arguments as a launcher takes them, tensors as addresses, and of each what decides which compiled kernel fits.
 
-    Triton looks at every argument of every launch to find out, and takes longer for it than all else that the host does for a stage.
+    That is a tensor's dtype and alignment, and whether an int is 1 or a multiple of 16, and its bits. Triton looks at every argument of every launch
+    to find out and asks the driver about every tensor, and takes longer for it than all else that the host does for a stage.
     """
-    return [
-        arg
-        if arg.__class__ in _PLAIN
-        else (arg.dtype, arg.data_ptr() % 16 == 0)
-        if isinstance(arg, torch.Tensor)
-        else (*map(type, arg), *_specialised(arg))  # a NamedTuple
-        for arg in args
-    ]
+    passed, decisive = list(args), list(args)
+    for i, arg in enumerate(args):
+        kind = arg.__class__
+        if kind is int:
+            if arg != 1 and -(1 << 31) <= arg < 1 << 31:
+                decisive[i] = 2 if arg % 16 else 16
+        elif kind is float or kind is bool:
+            decisive[i] = kind
+        elif kind is not tuple and arg is not None:
+            if isinstance(arg, torch.Tensor):
+                passed[i] = address = arg.data_ptr()
+                decisive[i] = arg.dtype, address % 16 == 0
+            else:  # a NamedTuple
+                inner, of_inner = _look(arg)
+                passed[i], decisive[i] = tuple(inner), (kind, *of_inner)
+    return passed, decisive
 
 
 def _is_watched() -> bool:
