@@ -179,9 +179,19 @@ class SelectBlocks:
                 self.write_ids_of_ties(gScores, gOut, first, last, longest, lane, bound, wanted, is_tied)
 
     @cute.jit
-    def load(self, gScores, start, groups: cutlass.Constexpr[int], lane, first, last, absent: cutlass.Constexpr[float]):
-        """The lane's groups of four scores among those from `start` on, `absent` outside [first, last); with -inf there, -inf for NaN too. Lanes take
-        groups in turn."""
+    def load(
+        self,
+        gScores,
+        start,
+        groups: cutlass.Constexpr[int],
+        lane,
+        first,
+        last,
+        absent: cutlass.Constexpr[float],
+        nan_is_lowest: cutlass.Constexpr[bool] = False,
+    ):
+        """The lane's groups of four scores among those from `start` on, `absent` outside [first, last). `nan_is_lowest`: -inf for NaN.
+        Lanes take groups in turn."""
         scores = [cute.make_rmem_tensor(4, Float32) for _ in range(groups)]
         for group in cutlass.range_constexpr(groups):
             column = start + (group * self.lanes + lane) * 4
@@ -196,7 +206,7 @@ class SelectBlocks:
         # No score is looked at before all are on their way.
         for group in cutlass.range_constexpr(groups):
             column = start + (group * self.lanes + lane) * 4
-            if cutlass.const_expr(absent == NEGATIVE_INFINITY):
+            if cutlass.const_expr(nan_is_lowest):
                 for i in cutlass.range_constexpr(4):
                     scores[group][i] = cute.arch.fmax(scores[group][i], Float32(NEGATIVE_INFINITY))
             if column < first or column + 4 > last:
@@ -242,13 +252,18 @@ class SelectBlocks:
         if count >= wanted and count <= 32 and bound > Float32(NEGATIVE_INFINITY):
             score = sScores[lane] if lane < count else Float32(NEGATIVE_INFINITY)
             bound = cute.arch.shuffle_sync(sort_lanes(score, lane), wanted - 1)
-            is_chosen = lane < count and score >= bound
-            if Int32(cute.arch.popc(cute.arch.vote_ballot_sync(is_chosen))) == wanted:
-                # Ids negated, so that the lowest come first; as fp32 they are exact.
-                order = sort_lanes(Float32(-sIds[lane]) if is_chosen else Float32(NEGATIVE_INFINITY), lane)
-                if lane < wanted:
-                    gOut[first + lane] = Int32(-order)
-                longest = Int32(0)
+            # Ids negated, so that the lowest come first; as fp32 they are exact.
+            key = Float32(-sIds[lane]) if lane < count else Float32(NEGATIVE_INFINITY)
+            is_chosen = score >= bound
+            if Int32(cute.arch.popc(cute.arch.vote_ballot_sync(is_chosen))) > wanted:
+                greater = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(score > bound)))
+                ties = sort_lanes(key if score == bound else Float32(NEGATIVE_INFINITY), lane)
+                last_tie = cute.arch.shuffle_sync(ties, wanted - greater - 1)
+                is_chosen = score > bound or (score == bound and key >= last_tie)
+            order = sort_lanes(key if is_chosen else Float32(NEGATIVE_INFINITY), lane)
+            if lane < wanted:
+                gOut[first + lane] = Int32(-order)
+            longest = Int32(0)
         return longest
 
     @cute.jit
@@ -258,7 +273,7 @@ class SelectBlocks:
         largest = cute.make_rmem_tensor(width, Float32)
         largest.fill(NEGATIVE_INFINITY)
         for start in cutlass.range(0, longest, width * self.lanes, unroll=1):
-            fresh = self.load(gScores, start, width // 4, lane, first, last, NEGATIVE_INFINITY)
+            fresh = self.load(gScores, start, width // 4, lane, first, last, NEGATIVE_INFINITY, nan_is_lowest=True)
             fresh = put_in_order(fresh, sorting_network(width))
             if start > 0:
                 fresh = put_in_order([cute.arch.fmax(largest[i], fresh[width - 1 - i]) for i in range(width)], bitonic_merge(width))
@@ -308,38 +323,38 @@ class SelectBlocks:
 
     @cute.jit
     def write_ids_of_ties(self, gScores, gOut, first, last, longest, lane, bound, wanted, is_tied):
-        """The same for rows with more ties of `bound` than there is room for: the lowest ids among them."""
+        """The same for rows with more ties of `bound` than there is room for: the lowest ids among them. NaN counts as -inf here."""
         greater = Int32(0)
-        for start in cutlass.range(lane, longest, self.lanes, unroll=1):
-            if start >= first and start < last:
-                greater += 1 if gScores[start] > bound else 0
+        for start in cutlass.range(0, longest, STEP * self.lanes, unroll=1):
+            scores = self.load(gScores, start, STEP // 4, lane, first, last, NAN)
+            for i in cutlass.range_constexpr(STEP):
+                greater += 1 if scores[i] > bound else 0
         for i in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             greater += cute.arch.shuffle_sync_bfly(greater, 1 << i)
-        ties_left, count = wanted - greater, Int32(0)
-        for start in cutlass.range(0, longest, self.lanes, unroll=1):
-            score = Float32(NAN)
-            if start + lane >= first and start + lane < last:
-                score = cute.arch.fmax(gScores[start + lane], Float32(NEGATIVE_INFINITY))
-            ties = self.ballot(score == bound)
-            is_taken = score > bound or (score == bound and self.lower(ties, lane) < ties_left)
-            taken = self.ballot(is_taken)
-            if is_taken and is_tied:
-                gOut[first + count + self.lower(taken, lane)] = start + lane
-            ties_left -= Int32(cute.arch.popc(ties))
-            count += Int32(cute.arch.popc(taken))
+        ties_taken = wanted - greater
+        before = Int32(0)  # of the greater in the upper half, of ties in the lower: an id's place is the sum, as far as ties are taken
+        for start in cutlass.range(0, longest, 4 * self.lanes, unroll=1):
+            scores = self.load(gScores, start, 1, lane, first, last, NAN, nan_is_lowest=True)
+            counts = [count_score(score, bound) for score in scores]
+            own = counts[0] + counts[1] + counts[2] + counts[3]
+            up_to = own
+            for i in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                below = cute.arch.shuffle_sync_up(up_to, 1 << i)
+                up_to = up_to + below if lane >= 1 << i else up_to
+            place = before + up_to - own
+            for i in cutlass.range_constexpr(4):
+                ties = place & 0xFFFF
+                if is_tied and (scores[i] > bound or (scores[i] == bound and ties < ties_taken)):
+                    gOut[first + (place >> 16) + cutlass.min(ties, ties_taken)] = start + lane * 4 + i
+                place += counts[i]
+            before += self.shuffle(up_to, self.lanes - 1)
 
-    @cute.jit
-    def ballot(self, predicate):
-        """The row's lanes where it holds, as bits."""
-        bits = cute.arch.vote_ballot_sync(predicate)
-        if cutlass.const_expr(self.lanes < 32):
-            bits = (bits >> (cute.arch.lane_idx() // self.lanes * self.lanes)) & ((1 << self.lanes) - 1)
-        return bits
 
-    @cute.jit
-    def lower(self, bits, lane):
-        """Bits below the lane's own."""
-        return Int32(cute.arch.popc(bits & ((1 << lane) - 1)))
+@cute.jit
+def count_score(score: Float32, bound: Float32):
+    """One of the ties, which the lower half of a word counts, or of the greater."""
+    above = Int32(1 << 16) if score > bound else Int32(0)
+    return Int32(1) if score == bound else above
 
 
 @cute.jit

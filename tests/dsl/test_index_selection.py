@@ -89,6 +89,21 @@ def test_all_large_scores_in_one_lane() -> None:
     assert ids.flatten().tolist() == [128 * group + i for group in range(4) for i in range(4)]
 
 
+@pytest.mark.parametrize("lanes", [4, 32])
+def test_a_few_ties_of_the_last_chosen(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scores of e4m3 have them: two to four at the bound, one to three of them chosen; the lower ids win, wherever they lie."""
+    monkeypatch.setattr(kernel, "lanes_override", lanes)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(1, 24, 300, generator=generator)
+    for row in range(24):
+        order = scores[0, row].argsort(descending=True)
+        scores[0, row, order[15 - row % 3 : 17 + row // 3 % 2]] = scores[0, row, order[15]].clone()
+    batch = PagedBatch.from_lengths([1] * 24, [300 * 128 - 128 * row for row in range(24)], torch.zeros(24, 300, dtype=torch.int32))
+    selection = {"topk": 16, "init_blocks": 0, "local_blocks": 0}
+    ids = run(scores, batch, torch.zeros(1, 24, 16, dtype=torch.int32), **selection)
+    assert torch.equal(ids, reference(scores, batch, **selection))
+
+
 @pytest.mark.parametrize("lanes", [8, 32])
 def test_nan_is_chosen_before_a_later_infinity(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "lanes_override", lanes)
