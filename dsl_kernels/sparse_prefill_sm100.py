@@ -26,6 +26,7 @@ from m3attn.dsl_kernels.sparse_prefill_sm90 import (
     ALL_ENDS,
     BLOCK,
     DTYPES,
+    LAZY_LOG2,
     LN2,
     LOG2E,
     MAX_TILE_IDS,
@@ -48,7 +49,6 @@ STEP = 32
 PRODUCTS, WEIGHTS, OUTPUTS = 0, BLOCK // 2, 2 * BLOCK
 """Columns of tensor memory: the first half's. The other's products, and the weights that take their place, are BLOCK further on, outputs head_dim."""
 TENSOR_COLUMNS = 512
-LAZY_LOG2 = 8.0
 SHARED_BYTES = 208 * 1024
 """Of shared memory, for pages and rows."""
 FEW_REGISTERS, MANY_REGISTERS = (24, 240), (48, 232)
@@ -403,7 +403,6 @@ class SparsePrefillSm100(SparsePrefillSm90):
                     rS[step * STEP + i] = rS[step * STEP + i] if step * STEP + i < limit else -Float32.inf
         peak = rS.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         new_max = cute.arch.fmax(row_max, peak)
-        # Weights up to 2 ** LAZY_LOG2 are exact enough in 16 bits: a maximum that grows by less stays, and so does the output so far.
         moves = is_member and (new_max - row_max) * scale_log2 > LAZY_LOG2
         has_output = row_max != -Float32.inf
         rescale = cute.math.exp2((row_max - new_max) * scale_log2, fastmath=True) if moves and has_output else Float32(1.0)

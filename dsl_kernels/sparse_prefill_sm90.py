@@ -44,6 +44,9 @@ DEFERRED_SHARE = 0.55
 """A tile is deferred where its halves have more different blocks than this share of their ids: where fewer than 1.8 tokens of one share a block."""
 MAX_TILE_IDS = 512
 """Ids of a tile that the merging warp keeps in registers, 16 a lane."""
+LAZY_LOG2 = 8.0
+"""A row's weights stay relative to an older maximum, and its output so far as it is, until the maximum has grown by this in base 2. So weights reach
+2 ** 8 and fp16 takes 2 ** 15; relative to a smaller maximum they are larger, and no more of them fall below what 16 bits hold."""
 NO_BLOCK = -1
 NO_LIMIT = (1 << 31) - 1
 NO_POSITION = -(1 << 30)
@@ -503,8 +506,8 @@ class SparsePrefillSm90:
             earlier = bits, page, kv_head, num_keys
             count += 1
         self.load_earlier(v_pages, v_atom, shared, count - 1, *earlier, last_page_phase)
-        # Nothing was merged for this one, so nobody waited for who reads the entry that had its place: after as many tiles without blocks as there are
-        # entries, they may not have come to it.
+        # Nothing was merged for this one, so nobody waited for who reads the entry that had its place: after as many tiles without blocks as there
+        # are entries, they may not have come to it.
         entries.wait_empty(count)
         self.announce(entries, count)
 
@@ -964,7 +967,7 @@ class SparsePrefillSm90:
     def weigh(
         self,
         rS: cute.Tensor,  # [64, 128] products, which become weights
-        row_max: cute.Tensor,  # [2], of the products
+        row_max: cute.Tensor,  # [2], of the products: what the weights so far are relative to
         row_sum: cute.Tensor,  # [2], of this thread's columns
         rows: Rows,
         bits: Int32,
@@ -994,9 +997,10 @@ class SparsePrefillSm90:
                 shift = finite_max * scale_log2
                 rescale[r] = cute.math.exp2((old_max - finite_max) * scale_log2, fastmath=True)
             else:
-                new_max = new_max if is_member else old_max
+                moves = is_member and (new_max - old_max) * scale_log2 > LAZY_LOG2
+                new_max = new_max if moves else old_max
                 shift = new_max * scale_log2 if is_member else Float32.inf
-                rescale[r] = cute.math.exp2((old_max - new_max) * scale_log2, fastmath=True) if is_member else Float32(1.0)
+                rescale[r] = cute.math.exp2((old_max - new_max) * scale_log2, fastmath=True) if moves else Float32(1.0)
             weights = cute.math.exp2(row * scale_log2 - shift, fastmath=True)
             row_max[r] = new_max
             row_sum[r] = row_sum[r] * rescale[r] + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
@@ -1005,14 +1009,15 @@ class SparsePrefillSm90:
 
     @cute.jit
     def take_weights(self, rS: cute.Tensor, rP: cute.Tensor, rO: cute.Tensor, rescale: cute.Tensor):
-        """The weights to where the next product reads them, and the output so far under the new maximum."""
+        """The weights to where the next product reads them, and the output so far under the new maximum, if a row of the warp has one."""
         # An accumulator's elements and those of a 16-bit first operand stand in the same order.
         flat_p = cute.make_tensor(rP.iterator, cute.make_layout(cute.size(rP)))
         flat_s = cute.make_tensor(rS.iterator, cute.make_layout(cute.size(rS)))
         flat_p.store(flat_s.load().to(self.v_dtype))
-        output = self.by_row(rO)
-        for r in cutlass.range_constexpr(2):
-            output[r, None].store(output[r, None].load() * rescale[r])
+        if cute.arch.vote_any_sync(rescale[0] != 1.0 or rescale[1] != 1.0):
+            output = self.by_row(rO)
+            for r in cutlass.range_constexpr(2):
+                output[r, None].store(output[r, None].load() * rescale[r])
 
     @cute.jit
     def finish(

@@ -30,6 +30,9 @@ class Prefill:
     stage: ModuleType
     kernel: ModuleType
 
+    def tile_tokens(self, group: int) -> int:
+        return sparse_prefill_sm90.tile_tokens(group, 16) if self.arch == "sm_90" else 2 * sparse_prefill_sm100.half_tokens(group, 16)
+
     def attend(self, call: SparseAttentionCall, order: str, edit: Callable[[str], str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         call = replace(call, out=call.out.clone(), lse=None if call.lse is None else call.lse.clone())
         with simulated(order, arch=f"{self.arch}a", seed=3, edit=edit), poisoned_empty():

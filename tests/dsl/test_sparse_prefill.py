@@ -8,6 +8,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ from m3attn.batch import LayerCache
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import sparse_prefill_sm90
 from m3attn.dsl_kernels.sparse_attention_sm90 import sparse_attention, workspace_bytes
-from m3attn.dsl_kernels.sparse_prefill_sm90 import KERNEL, Entry, tile_tokens
+from m3attn.dsl_kernels.sparse_prefill_sm90 import ENTRIES, KERNEL, Entry, tile_tokens
 from m3attn.dsl_kernels.variants import VARIANTS
-from m3attn.testing.cases import AttentionCase
+from m3attn.testing.cases import AttentionCase, Step
 from m3attn.testing.inputs import attention_inputs
 from m3attn.workspace import WorkShape
 
@@ -63,6 +64,20 @@ def test_halves_pass_over_more_blocks_than_there_is_room_for(second: list[int]) 
         lists[half, : len(blocks) + 1] = torch.tensor([*blocks, 14])  # 14 is everybody's own
     inputs.ids[0] = lists[torch.arange(24) // 4 % 2]
     SM90.check(inputs)
+
+
+@pytest.mark.parametrize("sm_scale", [0.5, 4.0])
+def test_maxima_that_grow_are_met_by_rescaling(prefill: Prefill, sm_scale: float) -> None:
+    """Logits from block to block about as far and much further apart than what a weight may exceed 1 by."""
+    prefill.check(attention_inputs(replace(BASE, step=LONG, topk=8), "cpu"), sm_scale=sm_scale)
+
+
+def test_more_tiles_without_keys_in_the_end_than_entries(prefill: Prefill) -> None:
+    """Tiles go from the last to the first, and no request before the last has keys."""
+    rows = (ENTRIES + 2) * prefill.tile_tokens(16)
+    inputs = attention_inputs(replace(BASE, step=Step("last", (rows, 3), (0, 384)), topk=2), "cpu")
+    with mock.patch.object(sparse_prefill_sm90, "num_sms", lambda device: 1):
+        prefill.check(inputs)
 
 
 def test_a_negative_scale(prefill: Prefill) -> None:
@@ -129,6 +144,7 @@ BROKEN = {
     "the last product is not awaited": ("lazy", r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 7;"),
     "queries are not fenced": ("eager", r"fence\.proxy\.async[^;]*;", ";"),
     "what has been read is not freed": ("eager", r"mbarrier\.arrive\.shared\.b64[^;]*;", ";"),
+    "the output so far is not rescaled": ("eager", r"vote\.sync\.any\.pred\s+(%p\d+),[^;]*;", r"setp.ne.s32 \1, 0, 0;"),
 }
 
 
@@ -136,9 +152,10 @@ BROKEN = {
 def test_a_broken_kernel_shows(fault: str) -> None:
     order, pattern, by = BROKEN[fault]
     edit = Replaced(pattern, by)
-    inputs = attention_inputs(BASE, "cpu")
-    call = call_of(inputs)
-    bound = SM90.bound(inputs)
+    sm_scale = 4.0
+    inputs = attention_inputs(replace(BASE, step=Step("chunk", (20, 5), (900, 37))), "cpu")
+    call = call_of(inputs, sm_scale=sm_scale)
+    bound = SM90.bound(inputs, sm_scale)
     with contextlib.suppress(ptxsim.SimError), pytest.raises(AssertionError):
         bound.check(*SM90.attend(call, order, edit))
     assert edit.found_all, "the edit found nothing to break"
