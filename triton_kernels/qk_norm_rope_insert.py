@@ -35,9 +35,8 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("large", "any"): Setting(32, 16, 2),
 }
 """By size of the step and architecture; `any` where no measurement says otherwise."""
-CANDIDATES = [Setting(4, 4, 1)] + [
-    Setting(q_rows, rows, warps) for q_rows in (8, 16, 32, 64) for rows in (8, 16, 32) for warps in (1, 2, 4) if q_rows >= rows >= 8 * warps
-]
+CANDIDATES = [Setting(q_rows, rows, warps) for q_rows in (16, 32, 64) for rows in (16, 32) for warps in (2, 4) if q_rows >= rows >= 8 * warps]
+"""Eight heads a warp: fewer change a thread's share of a head, and with it the order in which squares add up; a single warp loads weights singly."""
 settings_override: Setting | None = None
 """Set by a tuner to force one setting."""
 
