@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from m3attn.calls import SparseMlaPrefillCall
-from m3attn.checks import check_int, check_number, check_outputs, check_tensor
+from m3attn.checks import check_int, check_number, check_outputs, check_tensor, once_per_look
 from m3attn.dtypes import E4M3, FLOAT_DTYPES, dtype_name
 from m3attn.operators import define, nothing, pack, pack_scale, scale_schema, unpack, unpack_scale
-from m3attn.problem import Problem, arch_of
+from m3attn.problem import Problem, arch_of, arch_settings
 from m3attn.scales import Scale, ScaleLike
 from m3attn.stages.execute import execute
 from m3attn.stages.mla import contiguous_buffer
@@ -102,6 +102,57 @@ def _eager(
     max_logits: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    accepted = _accept(*arch_settings(), workspace_limit(), q, kv, indices, d_v, topk_length, attn_sink, fp8_pv, out, max_logits, lse)
+    if out is not None or max_logits is not None or lse is not None:
+        inputs = {"q": q, "kv": kv, "indices": indices, "topk_length": topk_length, "attn_sink": attn_sink}
+        check_outputs({"out": out, "max_logits": max_logits, "lse": lse}, inputs)
+    problem, device = accepted.problem, q.device
+    rows = (q.shape[0], problem.num_q_heads)
+    if out is None:
+        out = torch.empty((*rows, VALUE_DIM), dtype=torch.bfloat16, device=device)
+    if max_logits is None:
+        max_logits = torch.empty(rows, dtype=torch.float32, device=device)
+    if lse is None:
+        lse = torch.empty(rows, dtype=torch.float32, device=device)
+    call = dict(
+        q=q,
+        kv=kv.select(1, 0),
+        indices=indices.select(1, 0),
+        sm_scale=check_number("sm_scale", sm_scale),
+        q_scale=Scale.of(q_scale, argument="q_scale", device=device),
+        kv_scale=Scale.of(kv_scale, argument="kv_scale", device=device),
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        fp8_pv=problem.fp8_pv,
+        out=out,
+        max_logits=max_logits,
+        lse=lse,
+    )
+    execute("sparse_mla_prefill", SparseMlaPrefillCall, call, problem, impl, (q, kv, attn_sink), shape=accepted.shape, device=device)
+    return out, max_logits, lse
+
+
+class _Accepted(NamedTuple):
+    problem: Problem
+    shape: WorkShape
+
+
+@once_per_look
+def _accept(
+    _compile_target: str | None,
+    _arch_override: str | None,
+    limit: int,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    d_v: int,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    fp8_pv: bool,
+    out: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> _Accepted:
     queries, heads, dim = check_tensor("q", q, ["s_q", "h_q", "d_qk"]).shape
     device = q.device
     if dim not in QUERY_DIMS:
@@ -116,36 +167,11 @@ def _eager(
         check_tensor("topk_length", topk_length, [queries], [torch.int32], device)
     if attn_sink is not None:
         check_tensor("attn_sink", attn_sink, [heads], [torch.float32], device)
-    inputs = {"q": q, "kv": kv, "indices": indices, "topk_length": topk_length, "attn_sink": attn_sink}
-    given = {"out": out, "max_logits": max_logits, "lse": lse}
-    if out is None:
-        out = torch.empty(queries, heads, VALUE_DIM, dtype=torch.bfloat16, device=device)
-    else:
-        contiguous_buffer("out", out, [queries, heads, VALUE_DIM], torch.bfloat16, inputs, q)
-    if max_logits is None:
-        max_logits = torch.empty(queries, heads, dtype=torch.float32, device=device)
-    else:
-        contiguous_buffer("max_logits", max_logits, [queries, heads], torch.float32, inputs, q)
-    if lse is None:
-        lse = torch.empty(queries, heads, dtype=torch.float32, device=device)
-    else:
-        contiguous_buffer("lse", lse, [queries, heads], torch.float32, inputs, q)
-    check_outputs(given, {})
-    fp8_pv = bool(fp8_pv) and q.dtype == E4M3
-    call = dict(
-        q=q,
-        kv=kv[:, 0],
-        indices=indices[:, 0],
-        sm_scale=check_number("sm_scale", sm_scale),
-        q_scale=Scale.of(q_scale, argument="q_scale", device=device),
-        kv_scale=Scale.of(kv_scale, argument="kv_scale", device=device),
-        topk_length=topk_length,
-        attn_sink=attn_sink,
-        fp8_pv=fp8_pv,
-        out=out,
-        max_logits=max_logits,
-        lse=lse,
-    )
+    if out is not None:
+        contiguous_buffer("out", out, [queries, heads, VALUE_DIM], torch.bfloat16, {}, q)
+    for name, buffer in (("max_logits", max_logits), ("lse", lse)):
+        if buffer is not None:
+            contiguous_buffer(name, buffer, [queries, heads], torch.float32, {}, q)
     problem = Problem(
         arch=arch_of(device),
         num_q_heads=heads,
@@ -157,7 +183,7 @@ def _eager(
         kv_dtype=dtype_name(kv.dtype),
         sink=attn_sink is not None,
         lse=True,
-        fp8_pv=fp8_pv,
+        fp8_pv=bool(fp8_pv) and q.dtype == E4M3,
         phase="decode" if queries <= 1 else "verify" if queries <= 16 else "prefill",
     )
     shape = WorkShape(
@@ -171,10 +197,9 @@ def _eager(
         max_seqlen_q=queries,
         max_seqlen_k=kv.shape[0],
         block_size=1,
-        limit=workspace_limit(),
+        limit=limit,
     )
-    execute("sparse_mla_prefill", SparseMlaPrefillCall, call, problem, impl, (q, kv, attn_sink), shape=shape, device=device)
-    return out, max_logits, lse
+    return _Accepted(problem, shape)
 
 
 _SCHEMA = (
