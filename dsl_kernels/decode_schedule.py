@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 from m3attn.workspace import WorkShape
@@ -10,14 +10,16 @@ from m3attn.workspace import WorkShape
 HEAD_DIM = 128
 BLOCK = 128  # positions of a sparse block, and token slots of a page
 MMA_ROWS = 16
-MAX_TILE_ROWS = 128
+TILE_ROWS = (128, 64, 32)  # of several tokens; the first at most
 MAX_SPLITS = 16
 MULTIPROCESSORS = 132
-MEMORY_BYTES_PER_US = 4.2e6  # what the whole GPU reads of its memory
-MULTIPROCESSOR_BYTES_PER_US = 5e4  # and one multiprocessor at most,
-TENSOR_BYTES_PER_US = 3e4  # whose tensor cores bound it where a tile has many rows
+MEMORY_BYTES_PER_US = 4e6  # what the whole GPU reads of its memory
+LOAD_BYTES_PER_US = 1.1e5  # what one multiprocessor gets of L2 and memory
+ROW_KEY_US = 2e-4  # of a multiprocessor, for the products of one row with one key and their exponential
+WIDENED_ROW_KEY_US = 2.4e-4  # with an fp8 key, which each warp widens for itself
+WAVE_US = 0.7  # from one wave of CTAs to the next
 MERGE_US = 1.0  # a second launch, beside its traffic
-PARTIAL_BYTES_PER_US = 3e6  # partials stay in L2
+PARTIAL_BYTES_PER_US = 0.8e6  # written, read, and joined
 
 
 def power_of_2(n: int) -> int:
@@ -26,15 +28,14 @@ def power_of_2(n: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Tiles of `tokens` query tokens, each cut into `splits` runs of pipeline steps.
+class Tile:
+    """`tokens` query tokens of a request, for one KV head.
 
     Attributes:
         token_rows: rows of a token, its group padded to a power of two.
         key_warps: warps that share the keys of a step.
         step_keys: keys of a pipeline step.
         stages: steps in flight.
-        tiles: tiles of all requests, for one KV head.
     """
 
     tokens: int
@@ -42,6 +43,21 @@ class Schedule:
     key_warps: int
     step_keys: int
     stages: int
+
+    @property
+    def row_warps(self) -> int:
+        return self.tokens * self.token_rows // MMA_ROWS
+
+    @property
+    def ctas(self) -> int:
+        """That share a multiprocessor."""
+        return 2 if self.row_warps * self.key_warps == 4 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule(Tile):
+    """`tiles` of all requests, for one KV head, each cut into `splits` runs of pipeline steps."""
+
     tiles: int
     splits: int
 
@@ -88,42 +104,52 @@ def schedule_of(
     override: tuple[tuple[str, int], ...],
 ) -> Schedule:
     """`schedule_for`, remembered; `override`: the items of `settings_override`."""
-    group = power_of_2(num_q_heads // num_kv_heads)
-    queries, forced = power_of_2(max(max_seqlen_q, 1)), dict(override)
-    tile_tokens = min(queries, MAX_TILE_ROWS // group)
-    # Where three quarters of the GPU would be left over: smaller tiles take each other's blocks from L2, and every step of theirs is shorter.
-    few = 4 * num_requests * num_kv_heads * (queries // tile_tokens) < MULTIPROCESSORS
-    tile_tokens = min(queries, forced.pop("tile_rows", MAX_TILE_ROWS // 2 if few else MAX_TILE_ROWS) // group)
-    token_rows = max(group, MMA_ROWS // tile_tokens)
-    row_warps = tile_tokens * token_rows // MMA_ROWS
-    element_size = 1 if kv_dtype.startswith("fp8") else 2
-    # Four consumer warps and half a multiprocessor's memory for a single token, else eight and all of it. Two CTAs of four leave a thread 168
-    # registers, which e5m2 exceeds.
+    group, queries, forced = power_of_2(num_q_heads // num_kv_heads), power_of_2(max(max_seqlen_q, 1)), dict(override)
+    tile_rows, forced_splits = forced.pop("tile_rows", None), forced.pop("splits", None)
+    in_memory = num_requests * num_kv_heads * _union(queries, topk, num_blocks) * BLOCK * _key_bytes(kv_dtype)
+
+    def time_us(tile: Tile, tiles: int, splits: int) -> float:
+        """From the first load to the last output: bound by the memory, or by the multiprocessors that have work."""
+        union = _union(tile.tokens, topk, num_blocks)
+        keys = -(-union * (BLOCK // tile.step_keys) // splits) * tile.step_keys  # of one CTA; a row multiplies with those that its token selected
+        row_keys = tile.tokens * tile.token_rows * keys * min(topk, num_blocks) / union
+        cta = keys * _key_bytes(kv_dtype) / LOAD_BYTES_PER_US + row_keys * (WIDENED_ROW_KEY_US if kv_dtype.startswith("fp8") else ROW_KEY_US)
+        waves, rest = divmod(tiles * num_kv_heads * splits, MULTIPROCESSORS * tile.ctas)
+        load = max(in_memory / MEMORY_BYTES_PER_US, cta * (waves * tile.ctas + -(-rest // MULTIPROCESSORS)))
+        merge = MERGE_US + partial_bytes(splits, tokens, num_q_heads) / PARTIAL_BYTES_PER_US if splits > 1 else 0.0
+        return load + WAVE_US * (waves + (rest > 0)) + merge
+
+    cuts: list[tuple[Tile, int, int]] = []
+    for tile_tokens in dict.fromkeys(min(queries, max(rows // group, 1)) for rows in ((tile_rows,) if tile_rows else TILE_ROWS)):
+        tile, tiles = _tile(tile_tokens, group, kv_dtype, forced), -(-max_seqlen_q // tile_tokens) * num_requests
+        steps = _union(tile_tokens, topk, num_blocks) * (BLOCK // tile.step_keys)
+        fitting = [s for s in range(1, min(MAX_SPLITS, steps) + 1) if partial_bytes(s, tokens, num_q_heads) <= limit]
+        cuts += [(tile, tiles, splits) for splits in ([forced_splits] if forced_splits else fitting)]
+    tile, tiles, splits = min(cuts, key=lambda cut: time_us(*cut))
+    return Schedule(**asdict(tile), tiles=tiles, splits=splits)
+
+
+def _tile(tokens: int, group: int, kv_dtype: str, forced: dict[str, int]) -> Tile:
+    """Four consumer warps and half a multiprocessor's memory for a single token, else eight and all of it.
+
+    Two CTAs of four warps leave a thread 168 registers, which e5m2 exceeds.
+    """
+    token_rows = max(group, MMA_ROWS // tokens)
+    row_warps = tokens * token_rows // MMA_ROWS
     small = row_warps == 1 and kv_dtype != "fp8_e5m2"
-    key_warps = (4 if small else 8) // row_warps
-    step_keys = 128 if element_size == 1 and row_warps <= 2 else 64
-    stages = (96 if small else 192) * 1024 // (2 * step_keys * HEAD_DIM * element_size)
-    forced_splits = forced.pop("splits", None)
-    settings = {"key_warps": key_warps, "step_keys": step_keys, "stages": stages} | forced
+    settings = {"key_warps": (4 if small else 8) // row_warps, "step_keys": 128 if kv_dtype.startswith("fp8") and row_warps <= 2 else 64}
+    settings["stages"] = (96 if small else 192) * 1024 // (settings["step_keys"] * _key_bytes(kv_dtype))
+    return Tile(tokens, token_rows, **(settings | forced))
 
-    tiles = -(-max_seqlen_q // tile_tokens) * num_requests
-    # Neighbouring drafts share most blocks: a token more brings about one and a half.
-    blocks = min(tile_tokens * topk, topk + 3 * (tile_tokens - 1) // 2, max(num_blocks, 1))
-    steps = blocks * (BLOCK // settings["step_keys"])
-    step_bytes = 2 * settings["step_keys"] * HEAD_DIM * element_size
-    slots = MULTIPROCESSORS * (2 if small else 1)
-    rate = MULTIPROCESSOR_BYTES_PER_US if row_warps <= 4 else TENSOR_BYTES_PER_US
 
-    def cost(splits: int) -> float:
-        """Microseconds, roughly: bound by the memory, or by the multiprocessors that have work."""
-        ctas, longest = tiles * num_kv_heads * splits, -(-steps // splits) * step_bytes
-        waves, rest = divmod(ctas, slots)
-        on_one = waves * slots // MULTIPROCESSORS + -(-rest // MULTIPROCESSORS)
-        load = max(ctas * longest / MEMORY_BYTES_PER_US, on_one * longest / rate)
-        return load if splits == 1 else load + MERGE_US + 2 * partial_bytes(splits, tokens, num_q_heads) / PARTIAL_BYTES_PER_US
+def _union(tokens: int, topk: int, num_blocks: int) -> int:
+    """Distinct blocks of neighbouring tokens, which share most: each brings about two that those before it did not select."""
+    return min(tokens * topk, topk + 2 * (tokens - 1), max(num_blocks, 1))
 
-    fitting = [s for s in range(1, min(MAX_SPLITS, steps) + 1) if partial_bytes(s, tokens, num_q_heads) <= limit]
-    return Schedule(tile_tokens, token_rows, **settings, tiles=tiles, splits=forced_splits or min(fitting, key=cost))
+
+def _key_bytes(kv_dtype: str) -> int:
+    """Of a key and its value."""
+    return 2 * HEAD_DIM * (1 if kv_dtype.startswith("fp8") else 2)
 
 
 def partial_bytes(splits: int, tokens: int, num_q_heads: int) -> int:
