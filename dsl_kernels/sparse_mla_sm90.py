@@ -25,7 +25,7 @@ from m3attn.dsl_kernels import sparse_prefill_sm90
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.sparse_prefill_sm90 import DTYPES, LN2, LOG2E, WARPGROUP, MaybeTensor, Ring, num_sms
 from m3attn.dtypes import dtype_name
-from m3attn.workspace import WorkShape, carve, workspace_limit
+from m3attn.workspace import WorkShape, workspace_limit
 
 HEADS = 64
 """Rows of a warpgroup's matrix instruction: heads of one query."""
@@ -102,12 +102,11 @@ class SparseMlaSm90:
         mOut: cute.Tensor,  # [s_q, h_q, 512]
         mMaxLogits: cute.Tensor,  # [s_q, h_q]
         mLse: cute.Tensor,  # [s_q, h_q]
-        mPartOut: MaybeTensor,  # [splits, s_q, h_q, 512] fp32, written, before the sink
-        mPartMax: MaybeTensor,  # [splits, s_q, h_q]
-        mPartLse: MaybeTensor,  # [splits, s_q, h_q], -inf without a token
+        mParts: MaybeTensor,  # fp32 scratch for `parts_of`
         logit_scale: Float32,  # sm_scale * q_scale * kv_scale
         value_scale: Float32,
         max_blocks: Int32,  # thread blocks
+        splits: Int32,  # parts of a query's indices
         stream: cuda.CUstream,
     ):
         k_major, source = OperandMajorMode.K, warpgroup.OperandSource.SMEM
@@ -119,15 +118,26 @@ class SparseMlaSm90:
         # A query's whole rows, or its parts.
         results = (mOut, mMaxLogits, mLse)
         if const_expr(self.variant.split):
-            num_work *= mPartOut.shape[0]
-            results = (mPartOut, mPartMax, mPartLse)
+            num_work *= splits
+            results = self.parts_of(mParts, splits, mQ.shape[0], mQ.shape[1])
         self.kernel(mQ, mKV, mIndices, mLength, mSink, mQScale, mKVScale, *results, logit_scale, value_scale, num_work, qk_mma, pv_mma).launch(
             grid=(min(num_work, max_blocks), 1, 1), block=(3 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1
         )
         if const_expr(self.variant.split):
-            self.merge(mSink, mOut, mMaxLogits, mLse, mPartOut, mPartMax, mPartLse).launch(
+            self.merge(mSink, mOut, mMaxLogits, mLse, *results).launch(
                 grid=(mQ.shape[0] * mQ.shape[1], 1, 1), block=(MERGE_THREADS, 1, 1), stream=stream
             )
+
+    def parts_of(self, mParts, splits, queries, heads):
+        """What the parts of a query find, before the sink: out [splits, s_q, h_q, 512]; largest logit and LSE, -inf without a token."""
+        rows = splits * queries * heads  # MAX_PIECES * HEADS at most
+        by_row = cute.make_layout((splits, queries, heads), stride=(queries * heads, heads, 1))
+        strides = (*(cute.assume(n * LATENT, divby=LATENT) for n in (queries * heads, heads)), LATENT, 1)
+        return (
+            cute.make_tensor(mParts.iterator, cute.make_layout((splits, queries, heads, LATENT), stride=strides)),
+            cute.make_tensor(mParts.iterator + rows * LATENT, by_row),
+            cute.make_tensor(mParts.iterator + rows * (LATENT + 1), by_row),
+        )
 
     def staged(self, pointer, rows, lines, stages, stride):
         """Rows of `lines` lines in every stage, swizzled as wgmma wants them: [rows, lines * 64, stages]."""
@@ -454,7 +464,7 @@ class SparseMlaSm90:
         tSrQ, tSrK, tOrP, tOrV = self.operands(qk_mma, pv_mma, sQ, sTiles, sValues, half)
         rO = cute.make_rmem_tensor(LATENT // 4, Float32)
         row_base = cute.make_rmem_tensor(2, Float32)
-        row_peak = cute.make_rmem_tensor(2, Float32)
+        row_peak = cute.make_rmem_tensor(2, Float32) if self.lag else row_base
         row_sum = cute.make_rmem_tensor(2, Float32)
         num_heads = mQ.shape[1]
         grid, _, _ = cute.arch.grid_dim()
@@ -669,11 +679,10 @@ class SparseMlaSm90:
         """One step of the softmax on products [64, 64], which become weights; returns what the output so far is to be multiplied by, [2]."""
         logits = self.by_row(rS)
         rescale = cute.make_rmem_tensor(2, Float32)
-        if scale_log2 < 0.0:
-            rS.store(-rS.load())
-        # With a scale of 0, what is masked would become NaN.
+        # The scale is part of the exponent's one instruction, so that a maximum of products must be one of logits. Of 0 it would make NaN of -inf.
         scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(2.0**-126))
-        if (valid[0] & valid[1] & valid[2] & valid[3]) != 0xFFFF:
+        if (valid[0] & valid[1] & valid[2] & valid[3]) != 0xFFFF or scale_log2 < 0.0:
+            rS.store(rS.load() * (Float32(-1.0) if scale_log2 < 0.0 else Float32(1.0)))
             for i in cutlass.range_constexpr(TOKENS // 4):
                 bits = valid[i // 4] >> cute.arch.lane_idx() % 4 * 2
                 if (bits & (1 << (i // 2 % 2 * 8 + i % 2))) == 0:
@@ -682,8 +691,8 @@ class SparseMlaSm90:
         for r in cutlass.range_constexpr(2):
             row = logits[r, None].load()
             peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4) * scale
-            row_peak[r] = cute.arch.fmax(row_peak[r], peak)
             old_base = row_base[r]
+            row_peak[r] = cute.arch.fmax(row_peak[r], peak)  # the base itself where nothing lags
             new_base = peak if peak > old_base + self.lag else old_base
             shift = Float32(0.0) if new_base == -Float32.inf else new_base
             rescale[r] = cute.math.exp2(old_base - shift, fastmath=True)
@@ -855,7 +864,7 @@ class SparseMlaSm90:
         mOut: cute.Tensor,
         mMaxLogits: cute.Tensor,
         mLse: cute.Tensor,
-        mPartOut: cute.Tensor,
+        mPartOut: cute.Tensor,  # these three of `parts_of`
         mPartMax: cute.Tensor,
         mPartLse: cute.Tensor,
     ):
@@ -894,7 +903,7 @@ class SparseMlaSm90:
 def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     """The kernel, and its arguments as tensors of any lengths and strides that a call may bring."""
     kernel = SparseMlaSm90(variant)
-    queries, heads, splits = (cute.sym_int() for _ in range(3))
+    queries, heads = cute.sym_int(), cute.sym_int()
 
     def vectors(dtype: Any, *shape: Any) -> Any:
         strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:])
@@ -917,11 +926,10 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
         vectors(cutlass.BFloat16, queries, heads, LATENT),
         scalars(Float32, queries, heads),
         scalars(Float32, queries, heads),
-        vectors(Float32, splits, queries, heads, LATENT) if variant.split else None,
-        optional(variant.split, Float32, splits, queries, heads),
-        optional(variant.split, Float32, splits, queries, heads),
+        vectors(Float32, cute.sym_int()) if variant.split else None,
         Float32(0.0),
         Float32(0.0),
+        Int32(0),
         Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
@@ -944,7 +952,7 @@ def num_splits(queries: int, heads: int, topk: int, limit: int) -> int:
 
 
 def part_bytes(splits: int, queries: int, heads: int) -> int:
-    return splits * queries * heads * (LATENT + 2) * 4 + 3 * 256
+    return splits * queries * heads * (LATENT + 2) * 4
 
 
 def workspace_bytes(shape: WorkShape) -> int:
@@ -959,18 +967,15 @@ def sparse_mla_prefill(call: SparseMlaPrefillCall) -> None:
     Raises:
         UnsupportedProblem: q, kv or out whose address or strides are no multiples of 16 bytes.
     """
-    if call.q.shape[0] == 0:
-        return
     queries, heads, head_dim = call.q.shape
+    if queries == 0:
+        return
     for argument, tensor in (("q", call.q), ("kv", call.kv), ("out", call.out)):
         check_address(argument, tensor)
-    splits = num_splits(queries, heads, call.indices.shape[1], workspace_limit())
-    parts: list[torch.Tensor | None] = [None, None, None]
-    if splits > 1:
-        assert call.workspace is not None
-        offset = 0
-        for i, shape in enumerate(((splits, queries, heads, LATENT), (splits, queries, heads), (splits, queries, heads))):
-            parts[i], offset = carve(call.workspace, offset, shape, torch.float32)
+    parts, splits = None, 1
+    if call.workspace is not None:
+        splits = num_splits(queries, heads, call.indices.shape[1], workspace_limit())
+        parts = call.workspace.view(torch.float32)
     variant = Variant(
         dtype=dtype_name(call.q.dtype),
         head_dim=head_dim,
@@ -990,16 +995,19 @@ def sparse_mla_prefill(call: SparseMlaPrefillCall) -> None:
         call.out,
         call.max_logits,
         call.lse,
-        *parts,
+        parts,
         call.sm_scale * call.q_scale.value * call.kv_scale.value,
         call.kv_scale.value,
         num_sms(call.q.device),
+        splits,
     )
 
 
 def check_address(argument: str, tensor: torch.Tensor) -> None:
-    size = tensor.element_size()
-    if tensor.data_ptr() % 16 or any(stride * size % 16 for stride in tensor.stride()[:-1]):
+    size, bits = tensor.element_size(), tensor.data_ptr()
+    for stride in tensor.stride()[:-1]:
+        bits |= stride * size
+    if bits % 16:
         raise UnsupportedProblem(
             f"{argument}: expected an address and strides in multiples of 16 bytes, which are what is copied at a time, got address "
             f"{tensor.data_ptr():#x} and strides {tensor.stride()} of {size} bytes; impl='triton' takes any"

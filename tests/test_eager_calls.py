@@ -19,6 +19,7 @@ MOST_FUNCTIONS = {
     "index_topk, triton": 245,
     "sparse_attention, triton": 250,
     "sparse_attention, cute_sm90": 175,
+    "sparse_mla_prefill, cute_sm90": 105,
     "quantize_fp8, triton": 115,
     "qk_norm_rope_insert, triton": 310,
 }

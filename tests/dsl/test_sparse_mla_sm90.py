@@ -146,10 +146,11 @@ def test_scales_of_either_sign_and_zero(mode: str, sm_scale: float) -> None:
     check(sparse_mla_inputs(replace(BASE, heads=2, mode=mode), "cpu"), mode, sm_scale=sm_scale)
 
 
-def test_a_token_named_many_times_and_maxima_that_grow() -> None:
-    """Each tile's logits are larger than all before it, so that every output so far is rescaled, by whichever warpgroup."""
+@pytest.mark.parametrize("step", [0.5, 0.13])
+def test_a_token_named_many_times_and_maxima_that_grow(step: float) -> None:
+    """Each tile's logits are larger than all before it, so that every output so far is rescaled, by whichever warpgroup; or every second one."""
     inputs = sparse_mla_inputs(replace(BASE, queries=1, heads=2, topk=256, tokens=4), "cpu")
-    inputs.kv.copy_((torch.arange(4)[:, None, None] + 1) * inputs.q[0, 0].sign() * 0.5 + torch.arange(576) % 7 * 0.01)
+    inputs.kv.copy_((torch.arange(4)[:, None, None] + 1) * inputs.q[0, 0].sign() * step + torch.arange(576) % 7 * 0.01)
     inputs.indices.copy_((torch.arange(256) // 64)[None, None])
     check(inputs)
 

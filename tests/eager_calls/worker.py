@@ -56,6 +56,8 @@ def stage_calls(skip: set[str]) -> dict[str, Callable[[], Any]]:
     weights, table = [torch.zeros(128)] * 4, torch.zeros(4096, 64)
     packed = m3attn.LayerCache(kv=torch.zeros(8, 4, 128, 256, dtype=torch.bfloat16), index_k=torch.zeros(8, 128, 128, dtype=torch.bfloat16))
     q_out, index_q_out = torch.empty(16, 64, 128, dtype=torch.bfloat16), torch.empty(16, 4, 128, dtype=torch.bfloat16)
+    latent = [torch.zeros(n, h, 576).to(torch.float8_e4m3fn) for n, h in ((4, 128), (64, 1))]
+    picks = torch.zeros(4, 1, 512, dtype=torch.int32)  # in parts that a second kernel joins
     x, stored = torch.zeros(64, 4096, dtype=torch.bfloat16), torch.empty(64, 4096, dtype=torch.float8_e4m3fn)
 
     def attend(impl: str) -> Callable[[], Any]:
@@ -67,6 +69,7 @@ def stage_calls(skip: set[str]) -> dict[str, Callable[[], Any]]:
         ),
         "sparse_attention, triton": attend("triton"),
         "sparse_attention, cute_sm90": attend("cute_sm90"),
+        "sparse_mla_prefill, cute_sm90": lambda: m3attn.sparse_mla_prefill(*latent, picks, sm_scale=0.04, impl="cute_sm90"),
         "quantize_fp8, triton": lambda: m3attn.quantize_fp8(x, scale=0.5, out=stored, impl="triton"),
         "qk_norm_rope_insert, triton": lambda: m3attn.qk_norm_rope_insert(
             qkv, weights, slots, table, packed, slots, slots, heads=(64, 4, 4), q_out=q_out, index_q_out=index_q_out, impl="triton"
@@ -97,7 +100,10 @@ def print_calls() -> None:
     except ImportError:
         skip, cute = {"cute_sm90"}, None
     else:
+        from m3attn.dsl_kernels import sparse_mla_sm90
+
         skip, cute = set(), mock.patch.object(CuteKernel, "for_arch", lambda self, variant, arch: lambda *arguments: None)
+        mock.patch.object(sparse_mla_sm90, "num_sms", lambda device: 132).start()
     with counted_as_gpu(lambda *_: None):
         if cute is not None:
             cute.start()
