@@ -79,8 +79,9 @@ class MergeSplits:
         index = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row, head = index // mOut.shape[1], index % mOut.shape[1]
         splits = mPartial.shape[0]
-        cute.arch.griddepcontrol_wait()
+        # What follows may start beside the splits: it waits for this kernel, which waits for them.
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         if row < mOut.shape[0]:
             # Read whether their LSEs are -inf or not, all at once, and before those: it is one wait for memory.
             parts = cute.make_rmem_tensor((LANE_DIMS, self.max_splits), Float32)

@@ -46,8 +46,9 @@ def merge_splits_kernel(
     head = (rows % num_q_heads).to(tl.int64)
     tile_mask = in_rows[:, None] & (offs_d < D)[None, :]
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        # What follows may start beside the splits: it waits for this kernel, which waits for them.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     partial_rows = splits[:, None].to(tl.int64) * num_rows + rows[None, :]  # [SPLITS, BLOCK_R]
     partial_lse = tl.load(partial_lse_ptr + partial_rows, mask=in_rows[None, :], other=float("-inf"))
