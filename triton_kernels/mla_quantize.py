@@ -70,6 +70,13 @@ def store_rounded(pointers, x, scale_value, scale_ptr, mask):
 
 
 @triton.jit
+def _store_rounded_or_zero(pointers, x, scale_value, scale_ptr, mask, is_rotated):
+    """`store_rounded`, and zeros where the position is outside the table: what to load need not wait for the position then."""
+    store_rounded(pointers, x, scale_value, scale_ptr, mask & is_rotated)
+    tl.store(pointers, tl.zeros([1, 1], tl.float32).to(pointers.dtype.element_ty), mask=mask & ~is_rotated)
+
+
+@triton.jit
 def mla_rope_quantize_kernel(
     q_nope_ptr,  # [T, H, NOPE]
     q_pe_ptr,  # [T, H, ROPE]
@@ -103,26 +110,24 @@ def mla_rope_quantize_kernel(
     offs_n = tl.arange(0, BLOCK_NOPE)[None, :]
     offs_r = tl.arange(0, BLOCK_ROPE)[None, :]
     position = tl.load(positions_ptr + token + tl.zeros([1, 1], tl.int64))  # [1, 1]
-    # A position outside the table reads nothing and gives zeros.
     in_table = (position >= 0) & (position < max_position)
     cos_sin_row = cos_sin_ptr + tl.where(in_table, position, 0).to(tl.int64) * cos_sin_stride
-    is_read = is_head & in_table
-    nope_mask = offs_n < NOPE
+    nope_mask = is_head & (offs_n < NOPE)
     rope_mask = is_head & (offs_r < ROPE)
     out_rows = (token * num_heads + heads) * (NOPE + ROPE)  # [BLOCK_H, 1]
 
-    q_nope = tl.load(q_nope_ptr + token * q_nope_strides[0] + heads * q_nope_strides[1] + offs_n, mask=is_read & nope_mask, other=0.0)
-    k_nope = tl.load(k_nope_ptr + token * k_nope_strides[0] + heads * k_nope_strides[1] + offs_n, mask=is_read & nope_mask, other=0.0)
+    q_nope = tl.load(q_nope_ptr + token * q_nope_strides[0] + heads * q_nope_strides[1] + offs_n, mask=nope_mask, other=0.0)
+    k_nope = tl.load(k_nope_ptr + token * k_nope_strides[0] + heads * k_nope_strides[1] + offs_n, mask=nope_mask, other=0.0)
     q_pe_rows = q_pe_ptr + token * q_pe_strides[0] + heads * q_pe_strides[1]
-    q_pe = rotated_rows(q_pe_rows, is_read, cos_sin_row, in_table, ROPE, BLOCK_ROPE, INTERLEAVED)
+    q_pe = rotated_rows(q_pe_rows, is_head, cos_sin_row, in_table, ROPE, BLOCK_ROPE, INTERLEAVED)
     k_pe_row = k_pe_ptr + token * k_pe_stride + tl.zeros([1, 1], tl.int64)
-    k_pe = rotated_rows(k_pe_row, in_table, cos_sin_row, in_table, ROPE, BLOCK_ROPE, INTERLEAVED)  # [1, BLOCK_ROPE]
+    k_pe = rotated_rows(k_pe_row, True, cos_sin_row, in_table, ROPE, BLOCK_ROPE, INTERLEAVED)  # [1, BLOCK_ROPE]
     k_pe = tl.broadcast_to(k_pe, [BLOCK_H, BLOCK_ROPE])
 
-    store_rounded(q_out_ptr + out_rows + offs_n, widen(q_nope), q_scale, q_scale_ptr, is_head & nope_mask)
-    store_rounded(q_out_ptr + out_rows + NOPE + offs_r, q_pe, q_scale, q_scale_ptr, rope_mask)
-    store_rounded(k_out_ptr + out_rows + offs_n, widen(k_nope), k_scale, k_scale_ptr, is_head & nope_mask)
-    store_rounded(k_out_ptr + out_rows + NOPE + offs_r, k_pe, k_scale, k_scale_ptr, rope_mask)
+    _store_rounded_or_zero(q_out_ptr + out_rows + offs_n, widen(q_nope), q_scale, q_scale_ptr, nope_mask, in_table)
+    _store_rounded_or_zero(q_out_ptr + out_rows + NOPE + offs_r, q_pe, q_scale, q_scale_ptr, rope_mask, in_table)
+    _store_rounded_or_zero(k_out_ptr + out_rows + offs_n, widen(k_nope), k_scale, k_scale_ptr, nope_mask, in_table)
+    _store_rounded_or_zero(k_out_ptr + out_rows + NOPE + offs_r, k_pe, k_scale, k_scale_ptr, rope_mask, in_table)
 
 
 @triton.jit

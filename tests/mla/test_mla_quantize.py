@@ -109,6 +109,9 @@ def scales(case: MlaQuantizeCase) -> tuple[float | None, torch.Tensor | None]:
 def test_mla_rope_quantize(key: str, case: MlaQuantizeCase) -> None:
     q, k_nope, k_pe, _ = head_inputs(case)
     positions, table = positions_of(case), rotary_table(case.rope, case.table_dtype)
+    live = (positions >= 0) & (positions < MAX_POSITION)
+    for x in (q, k_nope, k_pe):
+        x[~live, ..., ::3] = float("nan")
     q_scale, k_scale = scales(case)
     before = [x.clone() for x in (q, k_nope, k_pe)]
 
@@ -117,7 +120,6 @@ def test_mla_rope_quantize(key: str, case: MlaQuantizeCase) -> None:
 
     results = run_or_skip("mla_rope_quantize", key, case.problem(), run)
     assert all(torch.equal(as_bytes(x), as_bytes(y)) for x, y in zip((q, k_nope, k_pe), before, strict=True)), "an input changed"
-    live = (positions >= 0) & (positions < MAX_POSITION)
     for stored, nope, pe, scale in ((results[0], q[..., : case.nope], q[..., case.nope :], q_scale), (results[1], k_nope, k_pe[:, 0], k_scale)):
         assert stored.dtype == E4M3 and stored.is_contiguous() and stored.shape == q.shape
         assert not as_bytes(stored)[~live].any(), "rows outside the table are zeros"

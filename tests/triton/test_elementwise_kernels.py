@@ -240,6 +240,7 @@ def make_call(case: Case) -> QkNormRopeInsertCall:
     capacity = PAGES * case.page_size
     positions = torch.randint(MAX_POSITION, (TOKENS,), generator=generator)
     positions[list(TAKES_NOTHING)] = torch.tensor([-1, MAX_POSITION])
+    qkv[list(TAKES_NOTHING), ::3] = float("nan")
     slots = torch.tensor([-1, 5, capacity - 1, 9, capacity, 2**31 - 1, 0])
     k_cache, v_cache = make_cache(case) if case.cache_dtype else (None, None)
     has_index = num_index > 0 and not case.skip_index
