@@ -72,6 +72,16 @@ class QueryRows:
         rows = rows if low < num_requests and first_row >= begin and rows > 0 else 0
         return request, first_row, rows, seq_len - self.mOffsets[request + 1] + first_row, seq_len
 
+    @cute.jit
+    def request_tile(self, request: Int32, tokens: cutlass.Constexpr[int]):
+        """The same where a tile holds all rows of a request: the tile is the request, and nothing is searched for."""
+        exists = request < self.mSeqLens.shape[0]
+        request = cutlass.min(request, self.mSeqLens.shape[0] - 1)
+        begin, end, seq_len = self.offset(request), self.offset(request + 1), self.seq_len(request)
+        rows = cutlass.min(end - begin, tokens)
+        rows = rows if exists and rows > 0 else 0
+        return request, begin, rows, seq_len - self.mOffsets[request + 1] + begin, seq_len
+
 
 @cute.jit
 def blocks_up_to(position: Int32, block_shift: Int32, num_blocks: Int32):

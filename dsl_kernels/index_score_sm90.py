@@ -56,7 +56,14 @@ class IndexScoreSm90(ScoreWork):
         tile_cost = TILE_COST[product_dtype(variant.q_dtype, variant.k_dtype)] if variant.rows == 256 else 0
         # Beside two groups with so many registers there is no room for a third, nor need: a block's products take four times as long as with 64 rows.
         super().__init__(
-            variant, groups=groups, q_stages=1, q_readers=4 * groups, k_readers=4 * groups, has_widening_group=groups == 1, tile_cost=tile_cost
+            variant,
+            groups=groups,
+            q_stages=1,
+            q_readers=4 * groups,
+            k_readers=4 * groups,
+            has_widening_group=groups == 1,
+            tile_cost=tile_cost,
+            whole_requests=variant.rows == 64,
         )
         self.halves = max(1, variant.rows // 128)
         self.registers = (232, 40 if groups == 2 else 104)

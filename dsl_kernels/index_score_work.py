@@ -102,7 +102,8 @@ class ScoreWork:
 
     Warp 0 loads, warps from there to `spare` are the kernel's own, and from there to OTHER_WARPS they store -inf. Last come `groups` warpgroups that
     take maxima. What a mixed variant loads is widened by the warps that store -inf too, or by a warpgroup of its own before the last ones.
-    `tile_cost`: what going on to another tile costs a CTA, in blocks. `k_readers`, `q_readers`: arrivals that give back a stage.
+    `tile_cost`: what going on to another tile costs a CTA, in blocks. `whole_requests`: a tile has room for all rows of a request. `k_readers`,
+    `q_readers`: arrivals that give back a stage.
     """
 
     registers: tuple[int, int] = (0, 0)
@@ -119,6 +120,7 @@ class ScoreWork:
         spare: int = 1,
         has_widening_group: bool = True,
         tile_cost: int = 0,
+        whole_requests: bool = False,
     ) -> None:
         self.q_dtype, self.k_dtype = DTYPES[variant.q_dtype], DTYPES[variant.k_dtype]
         self.dtype = DTYPES[product_dtype(variant.q_dtype, variant.k_dtype)]
@@ -130,7 +132,7 @@ class ScoreWork:
         self.first_consumer = OTHER_WARPS + (4 if is_mixed and has_widening_group else 0)
         self.widening = range(OTHER_WARPS, self.first_consumer) if has_widening_group else range(spare, OTHER_WARPS if is_mixed else spare)
         self.threads = 32 * self.first_consumer + 128 * groups
-        self.q_stages, self.tile_cost = q_stages, tile_cost
+        self.q_stages, self.tile_cost, self.whole_requests = q_stages, tile_cost, whole_requests
         free = SHARED_BYTES - q_stages * self.rows * DIM * self.dtype.width // 8 - (self.rows * DIM if self.widens_q else 0)
         block_bytes = BLOCK * DIM * self.dtype.width // 8
         self.stages = WIDE_STAGES if self.widens_k else min(MAX_STAGES, free // block_bytes)
@@ -280,7 +282,10 @@ class ScoreWork:
     @cute.jit
     def live_blocks(self, rows: QueryRows, tile: Int32, num_blocks: Int32, skip_blocks: Int32):
         """(request, first_row, tokens, first_position, seq_len) of a row tile, and the blocks that need scores: those its last row sees."""
-        request, first_row, tokens, first_position, seq_len = rows.tile(tile, self.tokens)
+        if cutlass.const_expr(self.whole_requests):
+            request, first_row, tokens, first_position, seq_len = rows.request_tile(tile, self.tokens)
+        else:
+            request, first_row, tokens, first_position, seq_len = rows.tile(tile, self.tokens)
         live = index_rows.blocks_up_to(first_position + tokens - 1, BLOCK_SHIFT, num_blocks)
         live = live if tokens > 0 and live > skip_blocks else 0
         return request, first_row, tokens, first_position, seq_len, live
@@ -298,12 +303,12 @@ class ScoreWork:
         lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
-        num_tiles = rows.num_tiles(self.tokens)
+        num_tiles = rows.mSeqLens.shape[0] if cutlass.const_expr(self.whole_requests) else rows.num_tiles(self.tokens)
         item, step = Int32(0), Int32(0)
         request, first_row, tokens, first_position, seq_len, live = (Int32(0) for _ in range(6))
         for first_block in cutlass.range(0, num_blocks, chunk_blocks, unroll=1):
             total = Int32(0)
-            for base in cutlass.range(0, num_tiles, 32, unroll=1):
+            for base in cutlass.range(0, num_tiles, 32, unroll=4 if self.whole_requests else 1):
                 request, first_row, tokens, first_position, seq_len, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
                 total += self.cost(cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks))
             total = cute.arch.warp_reduction_sum(total)

@@ -14,7 +14,7 @@ from simulator import ORDERS
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels.index_score_work import tokens_of_tile
 from m3attn.reference.index import index_score as reference
-from m3attn.testing.cases import IndexCase
+from m3attn.testing.cases import IndexCase, Step
 from m3attn.testing.inputs import index_inputs
 
 
@@ -54,6 +54,12 @@ def test_verify_is_cut_anywhere_with_the_same_bits(dtype: torch.dtype, heads: in
     assert torch.equal(SM90.run(inputs, "random"), expected)
 
 
+def test_more_requests_than_a_warp_has_lanes() -> None:
+    step = Step("many", (1,) * 70, tuple(1 + 37 * i % 300 for i in range(70)), padded_rows=1)
+    inputs = index_inputs(IndexCase(step), "cpu")
+    check(inputs, SM90.run(inputs, "random"))
+
+
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_pages_smaller_than_a_block(scorer: Scorer, page_size: int) -> None:
     inputs = index_inputs(IndexCase(dataclasses.replace(RAGGED, page_size=page_size), num_heads=2), "cpu")
@@ -64,19 +70,21 @@ def test_pages_smaller_than_a_block(scorer: Scorer, page_size: int) -> None:
     ("name", "values"),
     [("cu_seqlens_q", [0, 110, 70, -5, 2**30]), ("seq_lens", [1100, -7, 2**31 - 1, 2**20]), ("page_table", [2**31 - 1, -(2**31)])],
 )
-def test_values_out_of_range_reach_no_memory_and_no_other_request(scorer: Scorer, name: str, values: list[int]) -> None:
+@pytest.mark.parametrize("step", [RAGGED, VERIFY], ids=lambda step: step.name)
+def test_values_out_of_range_reach_no_memory_and_no_other_request(scorer: Scorer, step: Step, name: str, values: list[int]) -> None:
     """The interpreter refuses every access outside a tensor; the first request's values are right and so are its scores."""
-    inputs = index_inputs(IndexCase(RAGGED), "cpu")
+    inputs = index_inputs(IndexCase(step), "cpu")
     expected = scorer.run(inputs)
     tensor = getattr(inputs.batch, name).clone()
     if name == "page_table":
         tensor[1:] = torch.tensor(values, dtype=torch.int32).repeat(tensor[1:].numel())[: tensor[1:].numel()].view_as(tensor[1:])
     else:
         tensor[-len(values) :] = torch.tensor(values, dtype=torch.int32)
-        if name == "cu_seqlens_q":
-            tensor[:2] = inputs.batch.cu_seqlens_q[:2]
+        own = 2 if name == "cu_seqlens_q" else 1
+        tensor[:own] = getattr(inputs.batch, name)[:own]
     out = scorer.run(dataclasses.replace(inputs, batch=dataclasses.replace(inputs.batch, **{name: tensor})))
-    assert torch.equal(out[:, :70], expected[:, :70])
+    first = step.q_lens[0]
+    assert torch.equal(out[:, :first], expected[:, :first])
 
 
 def test_strides_of_queries_and_scores(scorer: Scorer) -> None:
