@@ -42,6 +42,7 @@ VALUE_STAGES = 2
 LAG = 8.0
 """How far, base 2, a row's maximum may outgrow what its 16-bit weights are relative to before outputs are rescaled, which they then seldom are."""
 KEYS_FIRST = False
+"""Whether all of a tile's Q K^T is started before the 16-bit values of the tile before it are given back: they leave later, it begins sooner."""
 MERGE_THREADS = 128
 WEIGHT_BITS_E4M3 = 8
 """Weights of at most 1 lose less in e4m3 above its denormals: they are scaled by two to this power."""
