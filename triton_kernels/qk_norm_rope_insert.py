@@ -98,7 +98,7 @@ def _store_parts(head, mask, parts, value, scale, HALF: tl.constexpr, HALF_BLOCK
 def _slot_address(target, token, head, mask, PAGE_SIZE: tl.constexpr):
     """(pointers [R, 1] to `head` of each token's slot, whether the slot is inside the cache)."""
     slot = tl.load(target.slots + token * target.slot_stride, mask=mask, other=-1).to(tl.int64)
-    address = target.out + slot // PAGE_SIZE * target.strides[0] + head * target.strides[1] + slot % PAGE_SIZE * target.strides[2]
+    address = target.out + slot // PAGE_SIZE * target.strides[0] + head.to(tl.int64) * target.strides[1] + slot % PAGE_SIZE * target.strides[2]
     return address, mask & (slot >= 0) & (slot < target.capacity)
 
 
@@ -111,10 +111,10 @@ def _group_rows(tile, num_tokens, HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     if HEADS % BLOCK_ROWS == 0:
         TILES: tl.constexpr = HEADS // BLOCK_ROWS
-        token, head, inside = (tile // TILES).to(tl.int64), (tile % TILES * BLOCK_ROWS + rows).to(tl.int64), True
+        token, head, inside = (tile // TILES).to(tl.int64), tile % TILES * BLOCK_ROWS + rows, True
     else:
         row = tile * BLOCK_ROWS + rows
-        token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+        token, head = (row // HEADS).to(tl.int64), row % HEADS
         inside = token < num_tokens
     return token, head, inside
 
@@ -134,11 +134,12 @@ def _rotated_group(
     angle = rotation.cos_sin + position * rotation.table_stride + offs_half
     cos = widen(tl.load(angle, mask=live & (offs_half < HALF), other=0.0))  # [BLOCK_ROWS, HALF_BLOCK]
     sin = widen(tl.load(angle + HALF, mask=live & (offs_half < HALF), other=0.0))  # [BLOCK_ROWS, HALF_BLOCK]
-    weight_1, weight_2, weight_3, weight_4 = _load_parts(weight_ptr + tl.zeros([1, 1], tl.int32), True, HALF, HALF_BLOCK, TAIL_BLOCK)
 
     # Written as fma where a product meets a sum, so that every variant of this kernel contracts, and thus rounds, alike.
     square_sum = tl.sum(tl.fma(second, second, first * first), axis=1) + tl.sum(tl.fma(fourth, fourth, third * third), axis=1)
     inverse_rms = tl.div_rn(1.0, tl.sqrt_rn(tl.fma(square_sum, 1.0 / HEAD_DIM, eps)))[:, None]  # [BLOCK_ROWS, 1]
+    # From L1, and only now: read with the rest they take registers while loads are in flight, and fewer programs fit.
+    weight_1, weight_2, weight_3, weight_4 = _load_parts(weight_ptr + tl.zeros([1, 1], tl.int32), True, HALF, HALF_BLOCK, TAIL_BLOCK)
     first = first * inverse_rms * (1.0 + weight_1)
     second = second * inverse_rms * (1.0 + weight_2)
     third = third * inverse_rms * (1.0 + weight_3)
@@ -149,7 +150,7 @@ def _rotated_group(
         tl.debug_barrier()  # a warp that repeats rows of another one must have read them before they change
         _store_parts(source, live, parts, None, None, HALF, HALF_BLOCK, TAIL_BLOCK)
     elif target.slots is None:
-        address = target.out + token * target.strides[0] + head * target.strides[1]
+        address = target.out + token * target.strides[0] + head.to(tl.int64) * target.strides[1]
         _store_parts(address, live, parts, target.value, target.scale, HALF, HALF_BLOCK, TAIL_BLOCK)
         # Stores that hardly ever run cost less than a selection of every element.
         zero = tl.zeros([BLOCK_ROWS, 1], tl.float32)
@@ -183,36 +184,44 @@ def _norm_rope_insert_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, INDEX_PAGE_SIZE: tl.constexpr,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, Q_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Programs in turn: tiles of q, of k, of v where there is a cache, of index_q, of index_k."""
-    tile = tl.program_id(0)
-    k_begin = tl.cdiv(num_tokens * Q_HEADS, Q_ROWS)
-    kv_tiles = tl.cdiv(num_tokens * KV_HEADS, BLOCK_ROWS)
-    v_begin = k_begin + kv_tiles
-    index_q_begin = v_begin if v_target.out is None else v_begin + kv_tiles
-    index_k_begin = index_q_begin + tl.cdiv(num_tokens * INDEX_HEADS, BLOCK_ROWS)
-    if tile < k_begin:
+    """Every BLOCK_ROWS tokens have their programs next to each other: tiles of q, of k, of v where there is a cache, of index_q, of index_k.
+
+    A group in a stretch of its own would leave too few loads in flight where heads are few and tiles small.
+    """
+    K_BEGIN: tl.constexpr = Q_HEADS * BLOCK_ROWS // Q_ROWS
+    V_BEGIN: tl.constexpr = K_BEGIN + KV_HEADS
+    INDEX_Q_BEGIN: tl.constexpr = V_BEGIN if v_target.out is None else V_BEGIN + KV_HEADS
+    INDEX_K_BEGIN: tl.constexpr = INDEX_Q_BEGIN + INDEX_HEADS
+    TILES: tl.constexpr = INDEX_K_BEGIN if INDEX_HEADS == 0 else INDEX_K_BEGIN + 1
+    block, part = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    if part < K_BEGIN:
+        tile = block * K_BEGIN + part
+        if tile * Q_ROWS < num_tokens * Q_HEADS:
+            _rotated_group(
+                tile, qkv_ptr, qkv_stride, num_tokens, 0, q_weight_ptr, rotation, q_target, eps,
+                Q_HEADS, PAGE_SIZE, HALF, HALF_BLOCK, TAIL_BLOCK, Q_ROWS,
+            )  # fmt: skip
+    elif part < V_BEGIN:
         _rotated_group(
-            tile, qkv_ptr, qkv_stride, num_tokens, 0, q_weight_ptr, rotation, q_target, eps,
-            Q_HEADS, PAGE_SIZE, HALF, HALF_BLOCK, TAIL_BLOCK, Q_ROWS,
-        )  # fmt: skip
-    elif tile < v_begin:
-        _rotated_group(
-            tile - k_begin, qkv_ptr, qkv_stride, num_tokens, Q_HEADS, k_weight_ptr, rotation, k_target, eps,
+            block * KV_HEADS + part - K_BEGIN, qkv_ptr, qkv_stride, num_tokens, Q_HEADS, k_weight_ptr, rotation, k_target, eps,
             KV_HEADS, PAGE_SIZE, HALF, HALF_BLOCK, TAIL_BLOCK, BLOCK_ROWS,
         )  # fmt: skip
-    elif tile < index_q_begin:
+    elif part < INDEX_Q_BEGIN:
         if v_target.out is not None:
-            _copied_group(tile - v_begin, qkv_ptr, qkv_stride, num_tokens, Q_HEADS + KV_HEADS, rotation, v_target, KV_HEADS, PAGE_SIZE, BLOCK_ROWS)
-    elif tile < index_k_begin:
+            _copied_group(
+                block * KV_HEADS + part - V_BEGIN, qkv_ptr, qkv_stride, num_tokens, Q_HEADS + KV_HEADS, rotation, v_target,
+                KV_HEADS, PAGE_SIZE, BLOCK_ROWS,
+            )  # fmt: skip
+    elif part < INDEX_K_BEGIN:
         if INDEX_HEADS > 0:
             _rotated_group(
-                tile - index_q_begin, qkv_ptr, qkv_stride, num_tokens, Q_HEADS + 2 * KV_HEADS, index_q_weight_ptr, rotation, index_q_target, eps,
-                INDEX_HEADS, PAGE_SIZE, HALF, HALF_BLOCK, TAIL_BLOCK, BLOCK_ROWS,
+                block * INDEX_HEADS + part - INDEX_Q_BEGIN, qkv_ptr, qkv_stride, num_tokens, Q_HEADS + 2 * KV_HEADS, index_q_weight_ptr, rotation,
+                index_q_target, eps, INDEX_HEADS, PAGE_SIZE, HALF, HALF_BLOCK, TAIL_BLOCK, BLOCK_ROWS,
             )  # fmt: skip
     else:
         if INDEX_HEADS > 0:
             _rotated_group(
-                tile - index_k_begin, qkv_ptr, qkv_stride, num_tokens, Q_HEADS + 2 * KV_HEADS + INDEX_HEADS, index_k_weight_ptr, rotation,
+                block, qkv_ptr, qkv_stride, num_tokens, Q_HEADS + 2 * KV_HEADS + INDEX_HEADS, index_k_weight_ptr, rotation,
                 index_k_target, eps, 1, INDEX_PAGE_SIZE, HALF, HALF_BLOCK, TAIL_BLOCK, BLOCK_ROWS,
             )  # fmt: skip
 
@@ -237,12 +246,12 @@ def qk_norm_rope_insert(call: QkNormRopeInsertCall) -> None:
     setting = settings_override or SETTINGS.get((size, arch)) or SETTINGS[(size, "any")]
     half = call.cos_sin.shape[1] // 2
     q_rows = setting.q_rows if call.num_q_heads % setting.q_rows == 0 else setting.rows
-    heads = [call.num_kv_heads] + [call.num_kv_heads] * (call.v_cache is not None)
+    tiles = call.num_q_heads * setting.rows // q_rows + call.num_kv_heads * (1 if call.v_cache is None else 2)
     if call.num_index_heads:
-        heads += [call.num_index_heads, 1]
+        tiles += call.num_index_heads + 1
     launch(
         _norm_rope_insert_kernel,
-        (cdiv(num_tokens * call.num_q_heads, q_rows) + sum(cdiv(num_tokens * n, setting.rows) for n in heads),),
+        (cdiv(num_tokens, setting.rows) * tiles,),
         call.qkv,
         call.qkv.stride(0),
         num_tokens,

@@ -234,7 +234,7 @@ def make_call(case: Case) -> QkNormRopeInsertCall:
     generator = torch.Generator().manual_seed(5)
     num_q, num_kv, num_index = case.heads
     width = (num_q + 2 * num_kv + (num_index + 1 if num_index else 0)) * 128
-    qkv = guarded((TOKENS, width + 24), case.dtype)[:, :width]
+    qkv = guarded((TOKENS + 1, width + 24), case.dtype)[:TOKENS, :width]
     qkv.copy_(torch.randn(TOKENS, width, generator=generator) * 2)
     q_weight, k_weight, index_q_weight, index_k_weight = (torch.randn(4, 128, generator=generator) * 0.1).to(case.weight_dtype)
     capacity = PAGES * case.page_size
@@ -262,8 +262,8 @@ def make_call(case: Case) -> QkNormRopeInsertCall:
         num_kv,
         num_index if has_index else 0,
         1e-6,
-        guarded((TOKENS, num_q, 128), case.q_out) if case.q_out else None,
-        guarded((TOKENS, num_index, 128), case.index_q_out) if case.index_q_out else None,
+        guarded((TOKENS + 1, num_q, 128), case.q_out)[:TOKENS] if case.q_out else None,
+        guarded((TOKENS + 1, num_index, 128), case.index_q_out)[:TOKENS] if case.index_q_out else None,
         *map(scale_of, case.scales),
     )
 
@@ -338,6 +338,10 @@ def check_call(case: Case) -> None:
     for guard in (*caches, call.qkv[:, :0].as_strided((TOKENS, 24), call.qkv.stride(), call.qkv.shape[1])):
         whole = guard if guard.shape[-1] == 24 else torch.empty(0, dtype=torch.uint8).set_(guard.untyped_storage())
         assert bool((whole.contiguous().view(torch.uint8) == GUARD).all()), "bytes that belong to nobody were written"
+    for rows in (call.qkv, call.q_out, call.index_q_out):
+        if rows is not None:
+            after = torch.empty(0, dtype=torch.uint8).set_(rows.untyped_storage())[TOKENS * rows.stride(0) * rows.element_size() :]
+            assert len(after) > 0 and bool((after == GUARD).all()), "a token that is not there was written"
 
 
 CASES = {
