@@ -77,20 +77,24 @@ class MergeSplits:
         block, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         index = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        exists = index < mOut.shape[0] * mOut.shape[1]
+        index = index if exists else 0
         row, head = index // mOut.shape[1], index % mOut.shape[1]
         splits = mPartial.shape[0]
         # What follows may start beside the splits: it waits for this kernel, which waits for them.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        if row < mOut.shape[0]:
-            # Read whether their LSEs are -inf or not, all at once, and before those: it is one wait for memory.
-            parts = cute.make_rmem_tensor((LANE_DIMS, self.max_splits), Float32)
-            for split in cutlass.range_constexpr(self.max_splits):
-                cute.autovec_copy(finish_rows.four(mPartial[cutlass.min(split, splits - 1), row, head, None], lane), parts[None, split])
-            is_owned = row >= mCuSeqlens[0] and row < mCuSeqlens[mCuSeqlens.shape[0] - 1]
-            lse = Float32(MINUS_INF)
-            if lane < splits and is_owned:
-                lse = mPartialLse[lane, row, head]
+        # All at once, whether a part's LSE is -inf or not and whether the row has an owner: it is one wait for memory. Without the barrier
+        # ptxas moves the loads of the parts behind the first use of the LSEs.
+        begin, end = mCuSeqlens[0], mCuSeqlens[mCuSeqlens.shape[0] - 1]
+        lse = mPartialLse[cutlass.min(lane, splits - 1), row, head]
+        parts = cute.make_rmem_tensor((LANE_DIMS, self.max_splits), Float32)
+        for split in cutlass.range_constexpr(self.max_splits):
+            cute.autovec_copy(finish_rows.four(mPartial[cutlass.min(split, splits - 1), row, head, None], lane), parts[None, split])
+        cute.arch.sync_threads()
+        if exists:
+            if lane >= splits or row < begin or row >= end:
+                lse = Float32(MINUS_INF)
             largest = cute.arch.warp_reduction_max(lse)
             weight = cute.math.exp2(lse - (largest if largest > MINUS_INF else Float32(0.0)), fastmath=True)
             total = cute.arch.warp_reduction_sum(weight)
