@@ -100,6 +100,8 @@ class BlockListsSm90:
         request = Int32(-1)
         if row < mIds.shape[1]:
             request = mDeferred[kv_head, row, 0]
+            # Rows before the first offset, or between falling ones, belong to no tile: anything may stand there.
+            request = request if request < num_requests else Int32(-1)
         found = cute.arch.vote_ballot_sync(request >= 0)
         if found != 0:
             number = Int32(0)
@@ -107,7 +109,7 @@ class BlockListsSm90:
                 number = cute.arch.atomic_add(mNumRows.iterator.llvm_ptr, cute.arch.popc(found), sem="relaxed", scope="gpu")
             number = cute.arch.shuffle_sync(number, 0) + cute.arch.popc(found & ((Int32(1) << lane) - 1))
             if request >= 0:
-                visible = mDeferred[kv_head, row, 1]
+                visible = min(mDeferred[kv_head, row, 1], num_blocks * BLOCK)
                 mRows[number, Row.ROW] = row
                 mRows[number, Row.KV_HEAD] = kv_head
                 mRows[number, Row.REQUEST] = request

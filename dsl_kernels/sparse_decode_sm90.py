@@ -551,6 +551,8 @@ class SparseDecode:
             first_key = union.blocks[step // self.block_steps] * BLOCK + step % self.block_steps * variant.step_keys + key_warp * self.warp_keys
             # Also by a warp that skips the step, or its arrival below might count for the stage's earlier contents.
             cute.arch.mbarrier_wait(stages.k_full + stage, phase)
+            if union.members[step // self.block_steps] == 0:  # an id that a list repeats: nobody attends, and values may still be on their way
+                cute.arch.mbarrier_wait(stages.v_full + stage, phase)
             if members != 0:
                 for part in cutlass.range(self.warp_keys // self.part_keys, unroll=1):
                     part_key = first_key + part * self.part_keys

@@ -30,7 +30,6 @@ from m3attn.dsl_kernels.sparse_prefill_sm90 import (
     BLOCK,
     DTYPES,
     HALF_ROWS,
-    LOG2E,
     WARPGROUP,
     MaybeTensor,
     Ring,
@@ -421,9 +420,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         half: Int32,
     ):
         """One warpgroup: every second batch."""
-        scale_log2 = key_scale * LOG2E
-        if const_expr(self.variant.negative_scale):
-            scale_log2 = -scale_log2
+        scale_log2 = self.exponent_scale(key_scale)
         pages, batches = places.pages, places.batches
         sVt = cute.composition(places.sV, cute.make_ordered_layout((self.head_dim, BLOCK, PAGES), order=(1, 0, 2)))  # [D, 128, pages]
         qk_thread, pv_thread = qk_mma.get_slice(0), pv_mma.get_slice(0)

@@ -276,9 +276,7 @@ class SparsePrefillSm100(SparsePrefillSm90):
         tile = self.tile
         row = cute.arch.thread_idx()[0] % WARPGROUP
         token = half * tile.half_tokens + row // tile.group
-        scale_log2 = attended.key_scale * LOG2E
-        if const_expr(self.variant.negative_scale):
-            scale_log2 = -scale_log2
+        scale_log2 = self.exponent_scale(attended.key_scale)
         half_pointer = shared.sRows[None, half].iterator
         products, _, outputs = self.tensor_views(qk_mma, pv_mma, tensor_memory)
         tS = self.half_of(products, half)

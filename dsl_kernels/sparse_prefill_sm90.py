@@ -51,6 +51,7 @@ NO_BLOCK = -1
 NO_LIMIT = (1 << 31) - 1
 NO_POSITION = -(1 << 30)
 LOG2E = math.log2(math.e)
+SMALLEST_SCALE = 2.0**-100
 LN2 = math.log(2.0)
 
 MaybeTensor = Any
@@ -744,9 +745,7 @@ class SparsePrefillSm90:
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row = self.first_row_of_thread()
         half_tokens = self.bits_of(half)
-        scale_log2 = attended.key_scale * LOG2E
-        if const_expr(self.variant.negative_scale):
-            scale_log2 = -scale_log2
+        scale_log2 = self.exponent_scale(attended.key_scale)
 
         half_pointer = shared.sRows[None, half].iterator
         tSrQ, tSrK, tOrV, rO, rP = self.fragments(qk_mma, pv_mma, half_pointer, shared.sK, shared.sV)
@@ -894,6 +893,14 @@ class SparsePrefillSm90:
         rO = cute.make_rmem_tensor(pv_thread.partition_shape_C((HALF_ROWS, self.head_dim)), Float32)
         rP = pv_thread.make_fragment_A(pv_thread.partition_shape_A((HALF_ROWS, BLOCK)))
         return tSrQ, tSrK, tOrV, rO, rP
+
+    @cute.jit
+    def exponent_scale(self, key_scale: Float32):
+        """What turns products into exponents of 2. Never 0, of which infinite products would make NaN."""
+        scale = key_scale * LOG2E
+        if const_expr(self.variant.negative_scale):
+            scale = -scale
+        return Float32(SMALLEST_SCALE) if scale == 0.0 else scale
 
     def first_row_of_thread(self):
         """Of the two rows of a half that a thread holds of accumulators; the other is 8 further on."""

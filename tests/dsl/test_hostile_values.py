@@ -1,6 +1,8 @@
 """Device values that no caller should pass: a row may be wrong, but nothing outside the given tensors is touched. Each access is checked."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,10 +10,13 @@ from needed import need
 
 need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
+from attention_calls import call_of
 from simulator import simulated
 
 import m3attn
 from m3attn.batch import PagedBatch
+from m3attn.dsl_kernels import sparse_attention_sm90, sparse_prefill_by_block_sm90, sparse_prefill_sm90
+from m3attn.dsl_kernels.decode_schedule import settings_override
 from m3attn.testing.cases import TILE_CHUNK, TILE_DECODE, TILE_VERIFY, AttentionCase, IndexCase, Step
 from m3attn.testing.inputs import attention_inputs, index_inputs
 from m3attn.testing.poison import poisoned_empty
@@ -62,6 +67,36 @@ def test_ids_of_sparse_attention(step: Step) -> None:
     inputs.ids.copy_(garbage(inputs.ids))
     with simulated("random", seed=2), poisoned_empty():
         m3attn.sparse_attention(*inputs.arguments(), **inputs.options, return_lse=True, impl=KEY)
+
+
+@pytest.mark.parametrize("also", [3, 5])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_of_repeated_ids(splits: int, also: int) -> None:
+    """A block selected again leaves a step that nobody attends to; its stage is freed when its loads have landed and not before."""
+    inputs = attention_inputs(AttentionCase(Step("one", (1,), (2_000,)), 16, 1, topk=16), "cpu")
+    inputs.ids.fill_(3)
+    inputs.ids[..., ::2] = also
+    with mock.patch.dict(settings_override, splits=splits):
+        for seed in range(2):
+            with simulated("random", seed=seed), poisoned_empty():
+                out, lse = m3attn.sparse_attention(*inputs.arguments(), **inputs.options, return_lse=True, impl=KEY)
+            assert bool(out.isfinite().all()) and bool(lse.isfinite().all())
+
+
+@pytest.mark.parametrize("offsets", [(30, 10, 40), (5, 10, 40)], ids=str)
+@pytest.mark.parametrize("byte", [0, 1, 0xFF])
+def test_rows_of_no_tile_are_not_deferred(offsets: tuple[int, ...], byte: int) -> None:
+    """Block by block, whatever stood in the workspace: rows before the first offset belong to no tile, which would have said where they go."""
+    inputs = attention_inputs(AttentionCase(Step("two", (10, 30), (200, 300)), 16, 1, topk=2), "cpu")
+    call = call_of(inputs)
+    call = replace(call, batch=replace(call.batch, cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32)))
+    with (
+        mock.patch.object(sparse_prefill_by_block_sm90, "MIN_ROWS", 1),
+        mock.patch.object(sparse_prefill_sm90, "DEFERRED_SHARE", 0.0),
+        simulated("random", seed=1),
+    ):
+        size = sparse_attention_sm90.workspace_bytes(sparse_attention_sm90.work_shape(call))
+        sparse_attention_sm90.sparse_attention(replace(call, workspace=torch.full((size,), byte, dtype=torch.uint8)))
 
 
 @HOSTILE

@@ -84,6 +84,11 @@ def test_a_negative_scale(prefill: Prefill) -> None:
     prefill.check(attention_inputs(BASE, "cpu"), sm_scale=-0.2)
 
 
+def test_a_scale_of_zero(prefill: Prefill) -> None:
+    """The mean of the values: products of keys out of sight are infinite, and times 0 they would be NaN."""
+    prefill.check(attention_inputs(BASE, "cpu"), sm_scale=0.0)
+
+
 def test_rows_at_any_address(prefill: Prefill) -> None:
     inputs = attention_inputs(BASE, "cpu")
     call = call_of(inputs)
