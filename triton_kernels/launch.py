@@ -54,13 +54,15 @@ def launch(
     if 0 in grid:
         return
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if pdl:
+        options["launch_pdl"] = True
     if _compile_log is None and isinstance(kernel, JITFunction):
         passed, decisive = _look(args)
         key = (kernel.fn, device, num_warps, num_stages, pdl, *meta, *meta.values(), *decisive)
         with _HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device):
             ready = _ready.get(key)
             if ready is None or _is_watched():
-                _dispatch(key, kernel, tuple(grid), args, meta, options | ({"launch_pdl": True} if pdl else {}))
+                _dispatch(key, kernel, tuple(grid), args, meta, options)
             else:
                 _, run, function, metadata, constants = ready
                 stream = driver.active.get_current_stream(device.index)
