@@ -202,6 +202,12 @@ for value in (float("nan"), float("-inf"), -2.5, -1.0, -0.0, 0.0, 1e-45, 1.0, 2.
 # %% [markdown]
 # ## One row, step by step
 #
+# First the row's scores become ranks. A row that keeps all its blocks reads no scores:
+
+# %%
+show(select_blocks.select_rows, "offs_c = ", "threshold = ")
+
+# %% [markdown]
 # Which K of 24 blocks? The kernel finds the K-th largest integer by **bisection over values**: count how many reach the middle, halve the interval,
 # stop when exactly K do. It only counts, which is one comparison and one sum over the row a step; nothing is sorted or moved.
 
@@ -247,19 +253,27 @@ while width > 1:
 print(f"scores without ties: {taken} steps, {int((spread >= low).sum())} blocks reach the threshold")
 
 # %% [markdown]
-# Where ties leave too many, a second bisection, over ids, finds the id up to which blocks on the threshold are taken: lower ids win. Then the place
-# of a chosen block in the output is how many chosen ones come before it, a running count. The ids come out ascending by themselves.
+# What is above the threshold is chosen; of the ties on it, only as many as still fit, and lower ids win. One running count over the row holds both
+# numbers: of what is greater in its upper 16 bits, of ties in its lower ones. At a block it says how many chosen ones come before, which is the
+# block's place in the output, and whether it is a tie too many. Nothing is searched for, and the ids come out ascending by themselves.
 
 # %%
-show(select_blocks.last_tie_taken)
-above, on = rank > threshold, rank == threshold
-last_tie = int(on.nonzero()[K - int(above.sum()) - 1]) if int(above.sum()) < K else -1
-is_chosen = above | (on & (torch.arange(BLOCKS) <= last_tie))
-place = is_chosen.cumsum(0) - 1
+show(select_blocks.select_rows, "threshold = ")
+
+# %%
+is_greater, is_tie = rank > threshold, rank == threshold
+ties_taken = K - int(is_greater.sum())
+count = ((is_greater.long() << 16) + is_tie.long()).cumsum(0)
+ties = count & 0xFFFF
+is_chosen = is_greater | (is_tie & (ties <= ties_taken))
+place = (count >> 16) + ties.clamp(max=ties_taken) - 1
 by_hand = torch.empty(K, dtype=torch.int64)
 by_hand[place[is_chosen]] = torch.arange(BLOCKS)[is_chosen]
-print("scores :", score.tolist())
-print("blocks :", by_hand.tolist(), "  of those on the threshold up to id", last_tie)
+print("block  score  greater, ties up to it")
+for block in range(BLOCKS):
+    goes = f"-> {int(place[block])}" if is_chosen[block] else "a tie too many" if is_tie[block] else ""
+    print(f"{block:5d} {float(score[block]):6.1f} {int(count[block]) >> 16:8d} {int(ties[block]):5d}  {goes}")
+print("chosen:", by_hand.tolist(), f"  with the first {ties_taken} of {int(is_tie.sum())} ties")
 
 # %% [markdown]
 # ## Run and check
@@ -267,7 +281,6 @@ print("blocks :", by_hand.tolist(), "  of those on the threshold up to id", last
 # A decode step of one request whose last token is in block 23, and the row above as its scores:
 
 # %%
-show(select_blocks.select_rows, "offs_c = ")
 page_table = torch.zeros(1, BLOCKS, dtype=torch.int32, device=DEVICE)
 one = m3attn.PagedBatch.from_lengths([1], [BLOCKS * 16], page_table, page_size=16, block_size=16)
 ids = m3attn.select_blocks(score[None, None].to(DEVICE), one, topk=K, impl="triton")
