@@ -46,9 +46,10 @@ def merge_splits_kernel(
     head = (rows % num_q_heads).to(tl.int64)
     tile_mask = in_rows[:, None] & (offs_d < D)[None, :]
     if PDL:
-        # What follows may start beside the splits: it waits for this kernel, which waits for them.
-        tl.extra.cuda.gdc_launch_dependents()
+        # In this order: launched before the wait, the next kernel's programs take multiprocessors while the splits still run, and replays of
+        # decode steps get slower.
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     partial_rows = splits[:, None].to(tl.int64) * num_rows + rows[None, :]  # [SPLITS, BLOCK_R]
     partial_lse = tl.load(partial_lse_ptr + partial_rows, mask=in_rows[None, :], other=float("-inf"))
