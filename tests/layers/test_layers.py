@@ -237,18 +237,20 @@ def test_formats_and_scales_reach_every_stage(kind: str, kv: str, index: str | N
 
 def test_the_switch_gives_the_widen_results_bit_for_bit(fp8_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = {}
-    for name, index in (("switched", None), ("widen", None)):
+    for name in ("switched", "widen", "widen again"):
         if name == "switched":
             monkeypatch.setenv("M3ATTN_DISABLE_FP8_ATTN_GEMM", "1")
-        else:
+        elif name == "widen":
             monkeypatch.delenv("M3ATTN_DISABLE_FP8_ATTN_GEMM")
             for stage in ("sparse_attention", "dense_attention"):
                 m3attn.unregister(stage, "fp8_here")
                 m3attn.register(stage, "fp8_here", lambda call: None)
-        layer = build("sparse", kv_cache_dtype="fp8", index_cache_dtype=index, q_scale=0.04, fp8_pv=True, dtype=torch.bfloat16)
+        layer = build("sparse", kv_cache_dtype="fp8", q_scale=0.04, fp8_pv=True, dtype=torch.bfloat16)
         cache = make_cache(layer, PAGES, **SCALES)
         assert layer.mode.mode == "widen"
         outputs[name] = run_steps(layer, StepPlan.for_layers([layer], [cache], 128, **SPLIT), cache, REQUESTS)
+    if not all(torch.equal(a, b) for a, b in zip(outputs["widen"], outputs["widen again"], strict=True)):
+        pytest.skip("the matrix products of this machine's torch differ from one run to the next")
     assert all(torch.equal(a, b) for a, b in zip(outputs["switched"], outputs["widen"], strict=True))
 
 

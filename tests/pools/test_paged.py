@@ -294,18 +294,18 @@ def test_a_repeated_slot_is_named_when_values_are_checked(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("packed", "layout"), [(True, "HND"), (True, "NHD"), (False, "HND")])
 def test_stages_read_what_a_pool_holds(packed: bool, layout: str) -> None:
     """The sparse path over shuffled pages of a pool gives what it gives over plain tensors."""
-    tokens, generator = 70, torch.Generator().manual_seed(0)
-    config = M3Config(num_q_heads=4, num_kv_heads=2, num_index_heads=2, head_dim=64, index_dim=64, block_size=16, sparse_layers=(True, True))
-    pool = PagedKVPool(config, num_pages=12, page_size=8, device=DEVICE, packed=packed, layout=layout)
+    tokens, generator = 170, torch.Generator().manual_seed(0)
+    config = M3Config(num_q_heads=4, num_kv_heads=2, num_index_heads=2, head_dim=64, index_dim=64, block_size=32, sparse_layers=(True, True))
+    pool = PagedKVPool(config, num_pages=12, page_size=16, device=DEVICE, packed=packed, layout=layout)
     randomise(pool)
     k, v, q = (torch.randn(tokens, heads, 64, generator=generator).to(DEVICE, torch.bfloat16) for heads in (2, 2, 4))
     index_k, index_q = (torch.randn(tokens, *heads, 64, generator=generator).to(DEVICE, torch.bfloat16) for heads in ((), (2,)))
     pages = torch.tensor(pool.alloc(12)[::-1][: pool.pages_for(tokens)], dtype=torch.int32, device=DEVICE)
     positions = torch.arange(tokens, device=DEVICE)
-    pool.set(1, pages[positions // 8].long() * 8 + positions % 8, k, v, index_k)
+    pool.set(1, pages[positions // 16].long() * 16 + positions % 16, k, v, index_k)
 
-    plain, batch = m3attn.paged(k[None], v[None], index_k[None], block_size=16)
-    pooled = m3attn.PagedBatch(pages[None], batch.seq_lens, batch.cu_seqlens_q, tokens, tokens, page_size=8, block_size=16)
+    plain, batch = m3attn.paged(k[None], v[None], index_k[None], block_size=32)
+    pooled = m3attn.PagedBatch(pages[None], batch.seq_lens, batch.cu_seqlens_q, tokens, tokens, page_size=16, block_size=32)
     results = []
     for cache, step in ((plain, batch), (pool.layer(1), pooled)):
         ids = m3attn.index_topk(index_q, cache, step, topk=2)
