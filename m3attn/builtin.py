@@ -43,7 +43,7 @@ PRIORITIES: dict[str, tuple[Rank, ...]] = {
     "index_score": _INDEX_RANKS,
     "select_blocks": (Rank("cute_sm90", ("prefill",)), Rank("triton"), Rank("reference")),
     "index_topk": _INDEX_RANKS,
-    "sparse_attention": (Rank("cute_sm90", ("prefill", "verify")), Rank("triton_union", ("prefill",)), Rank("triton"), Rank("reference")),
+    "sparse_attention": (Rank("cute_sm90"), Rank("triton_union", ("prefill",)), Rank("triton"), Rank("reference")),
     "dense_attention": (Rank("triton"), Rank("reference")),
     "merge_attention_states": (Rank("triton"), Rank("reference")),
     "quantize_fp8": (Rank("triton"), Rank("reference")),
