@@ -33,6 +33,7 @@ class Copies:
                 a = int(src[lane])
                 if self.machine.mem.check and not self.machine.mem.inside(a, a + n):
                     raise SimError(f"cp.async out of bounds at {a:#x}: {self.where()}")
+                self.machine.mem.read(a, n, self.where)
                 cta.shared[1][d : d + n] = HOST_BYTES[a - HOST_BASE : a - HOST_BASE + n]
             if n < sz:
                 cta.shared[1][d + n : d + sz] = 0
@@ -138,6 +139,7 @@ class Copies:
             def fn(d=d, s=s, n=n, ba=ba, mm=None if mc is None else int(mc[lane]), where=where):
                 if self.machine.mem.check and not self.machine.mem.inside(s, s + n):
                     raise SimError(f"bulk copy out of bounds: {where}")
+                self.machine.mem.read(s, n, lambda: where)
                 for r in [None] if mm is None else [r for r in range(len(self.cluster.ctas)) if mm >> r & 1]:
                     dd, bb = (d, ba) if r is None else ((r << 24) | (d & 0xFFFFFF), (r << 24) | (ba & 0xFFFFFF))
                     o = dd & 0xFFFFFF
@@ -166,6 +168,9 @@ class Copies:
             def fn(d=d, s=s, n=n, where=where):
                 if self.machine.mem.check and not self.machine.mem.inside(d, d + n):
                     raise SimError(f"bulk store out of bounds: {where}")
+                if red is not None:
+                    self.machine.mem.read(d, n, lambda: where)
+                self.machine.mem.wrote(d, n)
                 g = HOST_BYTES[d - HOST_BASE : d - HOST_BASE + n]
                 x = self.cta.shared[1][s : s + n]
                 self.async_read(self.cta, np.arange(s >> 4, (s + n) >> 4))

@@ -39,6 +39,7 @@ class Memory:
     def __init__(self):
         self.check = True
         self.static = []
+        self.watched = []  # (start, end, for each byte whether it was written)
         self.set([])
 
     def set(self, ranges):
@@ -73,6 +74,33 @@ class Memory:
                     raise SimError(f"{what} of {n} bytes out of bounds at {int(x):#x}, lane {lane}: {w.where()}")
         if (a & u8((n & -n) - 1)).any():
             raise SimError(f"misaligned {what} of {n} bytes: {w.where()}")
+        if self.watched:
+            if what != "global store":
+                self.read(a, n, w.where)
+            if what != "global load":
+                self.wrote(a, n)
+
+    def watch(self, start, size):
+        self.watched.append((start, start + size, np.zeros(size, bool)))
+
+    def _watched(self, addr, n):
+        """For every watched range that has some of the n bytes at each address: its start, its flags, where in them those bytes are."""
+        for start, end, written in self.watched:
+            places = (np.asarray(addr, u8).reshape(-1, 1) + np.arange(n, dtype=u8)).astype(i8) - start
+            places = places[(places >= 0) & (places < end - start)]
+            if places.size:
+                yield start, written, places
+
+    def read(self, addr, n, where):
+        """where: a function"""
+        for start, written, places in self._watched(addr, n):
+            fresh = places[~written[places]]
+            if fresh.size:
+                raise SimError(f"read of {fresh.size} bytes that nobody wrote, the first at {start + int(fresh[0]):#x}: {where()}")
+
+    def wrote(self, addr, n):
+        for _, written, places in self._watched(addr, n):
+            written[places] = True
 
 
 def reduce_into(g, x, red, ty):

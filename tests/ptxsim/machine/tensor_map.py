@@ -91,6 +91,7 @@ class TensorMap:
         if ok.any() and nb > 0:
             a = addr[ok] + lo * self.es
             self._check(mem, a, nb, where)
+            mem.read(a, nb, lambda: where)
             b0 = (lo - c[0]) * self.es
             if nb % 16 == 0 and not (a & 15).any():
                 d = HOST_VIEWS[16][((a - HOST_BASE) >> 4)[:, None] + np.arange(nb // 16)]
@@ -110,6 +111,9 @@ class TensorMap:
         x = x[:, b0 : b0 + nb]
         a = addr[ok] + lo * self.es
         self._check(mem, a, nb, where)
+        if red is not None:
+            mem.read(a, nb, lambda: where)
+        mem.wrote(a, nb)
         idx = (a - HOST_BASE)[:, None] + np.arange(nb)
         if red is None:
             HOST_BYTES[idx] = x
