@@ -39,9 +39,8 @@ class MergeSplits:
 
     def launch(
         self,
-        mPartial: cute.Tensor,  # [splits, T, Hq, D] fp32; not written where its LSE is -inf
+        mPartial: cute.Tensor,  # [splits, T, Hq, D] fp32; 0 where its LSE is -inf, rows without an owner included
         mPartialLse: cute.Tensor,  # [splits, T, Hq] fp32, log2 domain
-        mCuSeqlens: cute.Tensor,  # [B + 1]
         mQ: cute.Tensor,  # [T, Hq, D]
         mSink: Any,  # [Hq, D] or None
         mOut: cute.Tensor,  # [T, Hq, D]
@@ -54,7 +53,7 @@ class MergeSplits:
         stream: Any,
     ) -> None:
         num_rows = mOut.shape[0] * mOut.shape[1]
-        self.kernel(mPartial, mPartialLse, mCuSeqlens, mQ, mSink, mOut, mLse, mQScale, mVScale, sm_scale, q_scale, v_scale).launch(
+        self.kernel(mPartial, mPartialLse, mQ, mSink, mOut, mLse, mQScale, mVScale, sm_scale, q_scale, v_scale).launch(
             grid=(cute.ceil_div(num_rows, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -63,7 +62,6 @@ class MergeSplits:
         self,
         mPartial: cute.Tensor,
         mPartialLse: cute.Tensor,
-        mCuSeqlens: cute.Tensor,
         mQ: cute.Tensor,
         mSink: Any,
         mOut: cute.Tensor,
@@ -81,19 +79,19 @@ class MergeSplits:
         index = index if exists else 0
         row, head = index // mOut.shape[1], index % mOut.shape[1]
         splits = mPartial.shape[0]
-        # What follows may start beside the splits: it waits for this kernel, which waits for them.
+        # What follows may start beside the splits. Every block waits for them, with a row or without, so that what waits for this kernel has waited
+        # for both; the next splits launch nothing before their own wait, so that no more than one kernel stands behind this one.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        # All at once, whether a part's LSE is -inf or not and whether the row has an owner: it is one wait for memory. Without the barrier
-        # ptxas moves the loads of the parts behind the first use of the LSEs.
-        begin, end = mCuSeqlens[0], mCuSeqlens[mCuSeqlens.shape[0] - 1]
+        # All at once, whether a part's LSE is -inf or not: it is one wait for memory. Without the barrier ptxas moves the loads of the parts behind
+        # the first use of the LSEs.
         lse = mPartialLse[cutlass.min(lane, splits - 1), row, head]
         parts = cute.make_rmem_tensor((LANE_DIMS, self.max_splits), Float32)
         for split in cutlass.range_constexpr(self.max_splits):
             cute.autovec_copy(finish_rows.four(mPartial[cutlass.min(split, splits - 1), row, head, None], lane), parts[None, split])
         cute.arch.sync_threads()
         if exists:
-            if lane >= splits or row < begin or row >= end:
+            if lane >= splits:
                 lse = Float32(MINUS_INF)
             largest = cute.arch.warp_reduction_max(lse)
             weight = cute.math.exp2(lse - (largest if largest > MINUS_INF else Float32(0.0)), fastmath=True)

@@ -254,7 +254,7 @@ class SparseDecode:
         )
         if const_expr(self.variant.splits > 1):
             merge = MergeSplits(self.variant.splits)
-            merge.launch(mToOut, mToLse, mCuSeqlens, mQ, mSink, mOut, mLse, mQScale, mVScale, sm_scale, q_scale, v_scale, stream)
+            merge.launch(mToOut, mToLse, mQ, mSink, mOut, mLse, mQScale, mVScale, sm_scale, q_scale, v_scale, stream)
 
     @cute.kernel
     def kernel(
@@ -314,8 +314,10 @@ class SparseDecode:
         guess = request * max_seqlen_q + part * variant.tokens
         rIds = self.guess_ids(mIds, kv_head, guess, thread)
         rows = self.find_rows(mCuSeqlens, mSeqLens, mIds.shape[1], request, part, max_seqlen_k)
-        if const_expr(variant.splits == 1):
-            self.clear_padded_rows(mOut, mLse, mCuSeqlens, mSeqLens.shape[0], tile, self.heads(mQ, mIds, kv_head), thread)
+        mToOut, mToLse = mOut, mLse
+        if const_expr(variant.splits > 1):
+            mToOut, mToLse = mOut[split, None, None, None], mLse[split, None, None]
+        self.clear_padded_rows(mToOut, mToLse, mCuSeqlens, mSeqLens.shape[0], tile, self.heads(mQ, mIds, kv_head), thread)
         if rows.num_tokens > 0:
             self.unite(blocks, mIds, mPageTable, mK.shape[3], rows, rows.first_row == guess, rIds, kv_head, thread)
             steps = self.num_steps(blocks, rows)
@@ -787,11 +789,10 @@ class SparseDecode:
         head: Int32,
         lane: Int32,
     ) -> None:
-        """A split's sum of p v over its sum of p, and its log2-domain LSE; a split without keys leaves its output as it is."""
-        if total > 0.0:
-            for i in cutlass.range_constexpr(finish_rows.LANE_DIMS):
-                output[i] = output[i] / total
-            cute.autovec_copy(output, finish_rows.four(mOut[split, row, head, None], lane))
+        """A split's sum of p v over its sum of p, and its log2-domain LSE; 0 and -inf for a split without keys."""
+        for i in cutlass.range_constexpr(finish_rows.LANE_DIMS):
+            output[i] = output[i] / total if total > 0.0 else Float32(0.0)
+        cute.autovec_copy(output, finish_rows.four(mOut[split, row, head, None], lane))
         if lane == 0:
             mLse[split, row, head] = largest + cute.math.log2(total, fastmath=True) if total > 0.0 else Float32(MINUS_INF)
 

@@ -46,7 +46,8 @@ def shape_of(call: SparseAttentionCall) -> WorkShape:
 def attend(call: SparseAttentionCall, order: str, edit: Callable[[str], str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     workspace = torch.full((decode_workspace_bytes(shape_of(call)),), 0xFF, dtype=torch.uint8)
     call = replace(call, out=call.out.clone(), lse=None if call.lse is None else call.lse.clone(), workspace=workspace)
-    with simulated(order, seed=3, edit=edit), poisoned_empty():
+    with simulated(order, seed=3, edit=edit) as device, poisoned_empty():
+        device.watch(workspace)
         sparse_decode(call)
     assert call.lse is not None
     return call.out, call.lse
