@@ -41,8 +41,6 @@ WARP_TOKENS = TOKENS // 4
 VALUE_STAGES = 2
 LAG = 8.0
 """How far, base 2, a row's maximum may outgrow what its 16-bit weights are relative to before outputs are rescaled, which they then seldom are."""
-KEYS_FIRST = False
-"""Whether all of a tile's Q K^T is started before the 16-bit values of the tile before it are given back: they leave later, it begins sooner."""
 MERGE_THREADS = 128
 WEIGHT_BITS_E4M3 = 8
 """Weights of at most 1 lose less in e4m3 above its denormals: they are scaled by two to this power."""
@@ -512,13 +510,9 @@ class SparseMlaSm90:
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, ((LEFT,),))
                     before = self.follow(row_base, row_sum, sBase, count - 1, weights)
                     self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values, False)
-                    if const_expr(KEYS_FIRST):
-                        rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, ((RIGHT, LAST),), rS)
-                        self.release_values(parts, values, count - 1, half, 1)
-                    else:
-                        # The place of the tile after this one is freed before the rest of this one's keys is waited for.
-                        self.release_values(parts, values, count - 1, half)
-                        rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, ((RIGHT, LAST),), rS)
+                    # All of Q K^T is started before those values are given back: it is what the next weights wait for.
+                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, ((RIGHT, LAST),), rS)
+                    self.release_values(parts, values, count - 1, half, 1)
                     warpgroup.wait_group(0)
                     valid = self.release_keys(sValid, parts, count)
                     if tile + 2 >= tiles:

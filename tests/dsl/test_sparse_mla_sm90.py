@@ -215,6 +215,7 @@ def wrong(inputs: SparseMlaInputs, edit: Callable[[str], str]) -> bool:
         for name, pattern, modes in (
             ("fences", r"fence\.proxy\.async[^;]*;", ("bf16", "fp8_pv")),
             ("waits", r"wgmma\.wait_group[^;]*;", ("bf16", "fp8_pv")),
+            ("values given back", r"wgmma\.wait_group[^;]*\s1;", ("bf16",)),
             ("weights in place of keys", r"(?:bar|barrier)\.(?:cta\.)?sync(?:\.aligned)?\s+%r\d+, 128;", ("bf16",)),
             ("both sums", r"(?:bar|barrier)\.(?:cta\.)?sync(?:\.aligned)?\s+3, 256;", ("bf16", "fp8_pv")),
         )
