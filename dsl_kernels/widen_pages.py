@@ -1,6 +1,6 @@
 """A wider copy of the pages that an fp8 prefill reads, in logical order, each element exactly: the tensor cores of a prefill take no fp8 values.
 
-One thread block a half of a page and KV head. A thread asks for all that it moves before it stores the first of it; nothing past a sequence's end
+One thread block a quarter of a page and KV head. A thread asks for all that it moves before it stores the first of it; nothing past a sequence's end
 is read or written.
 """
 
@@ -20,8 +20,8 @@ from m3attn.batch import PagedBatch
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dtypes import dtype_name
 
-THREADS = 256
-ROWS = 64
+THREADS = 128
+ROWS = 32
 """Of a page, for one thread block."""
 STORE_BYTES = 16
 
