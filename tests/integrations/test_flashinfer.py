@@ -20,6 +20,9 @@ from m3attn.calls import IndexScoreCall, SelectBlocksCall, SparseAttentionCall
 from m3attn.choice import explain
 from m3attn.integrations.flashinfer import kernels, limits
 from m3attn.scales import Scale
+from m3attn.testing.cases import SCORE_KINDS
+from m3attn.testing.ids import check_id_form, compare_ids
+from m3attn.testing.inputs import score_fill
 
 E4M3 = torch.float8_e4m3fn
 PUBLISHED = {
@@ -76,6 +79,7 @@ class StandIn:
         need(all(t.dtype == torch.int32 and t.is_contiguous() for t in (cu_seqlens_q, page_table, seqused_k)), "metadata")
         uniform = max_seqlen_q <= 4 and seqused_k.numel() * max_seqlen_q == q.shape[0]
         need(uniform or q.dtype == E4M3, "16-bit scores of a prefill")
+        need(page_table.shape[1] >= max_k_tiles > 0, "page_table narrower than max_k_tiles")
         offsets = torch.arange(0, q.shape[0] + 1, max_seqlen_q) if uniform else cu_seqlens_q
         output.fill_(float("nan"))  # rows that no request owns hold anything
         for request, row, position in self.rows(offsets, seqused_k):
@@ -96,12 +100,19 @@ class StandIn:
         for token, valid in enumerate(num_valid_pages.tolist()):
             for head in range(heads):
                 scores = max_score[head, :valid, token].clone()
+                self.check_scores(scores)
                 scores[:force_begin_blocks] = scores[max(0, valid - force_end_blocks) :] = float("inf")
                 order = scores.sort(descending=True, stable=True)
                 best = order.indices[:16][order.values[:16] > float("-inf")].sort().values
                 output[token, head] = -1
                 output[token, head, : best.numel()] = best.int()
         return output
+
+    def check_scores(self, scores: torch.Tensor) -> None:
+        """What its kernels select rightly: no denormals, which they flush, nothing below what they leave out, no forced block's number, no ties."""
+        smallest = torch.finfo(torch.float32).smallest_normal
+        need(bool((scores.abs() >= smallest).all()) and bool((scores > -1e30).all()) and bool((scores < 1e13).all()), "a score out of range")
+        need(scores.unique().numel() == scores.numel(), "equal scores")
 
     def attend(self, q: Any, k: Any, v: Any, ids: Any, offsets: Any, table: Any, lens: Any, scale: float, v_scale: float, out: Any) -> torch.Tensor:
         need(q.dtype == torch.bfloat16 and q.is_contiguous() and k.dtype == v.dtype == E4M3, "q, K, V")
@@ -191,7 +202,18 @@ def test_scores(phase: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("init, local", [(0, 1), (2, 3), (0, 0)])
+def test_scores_under_a_bound_that_promises_more_pages() -> None:
+    own = step("decode")
+    batch = replace(own.batch, page_table=own.batch.page_table[:, :-2], max_seqlen_k=4000)
+    assert batch.page_table.shape[1] < batch.num_blocks
+    for given in (batch, replace(batch, page_table=batch.page_table[:, :0], seq_lens=torch.zeros_like(batch.seq_lens))):
+        expected = m3attn.index_score(own.index_q, own.cache, given, impl="reference")
+        out = torch.full_like(expected, float("nan"))
+        kernels.index_score(IndexScoreCall(own.index_q, own.cache.index_k, given, Scale(), Scale(), out))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("init, local", [(0, 1), (2, 3), (0, 0), (40, 40), (12, 9), (30, 2)])
 @pytest.mark.parametrize("phase", STEPS)
 def test_selection(phase: str, init: int, local: int) -> None:
     own = step(phase)
@@ -201,6 +223,35 @@ def test_selection(phase: str, init: int, local: int) -> None:
     out = torch.full((own.tokens, 2, 16), 99, dtype=torch.int32).transpose(0, 1)
     kernels.select_blocks(SelectBlocksCall(scores, own.batch, 16, init, local, out))
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", SCORE_KINDS)
+def test_selection_of_any_scores(kind: str) -> None:
+    """The matrix's own rule for ids that are not exact."""
+    own = step("verify")
+    scores = score_fill(kind, 2, own.tokens, own.batch.num_blocks, torch.Generator().manual_seed(2))
+    expected = m3attn.select_blocks(scores, own.batch, impl="reference")
+    out = torch.full_like(expected, 99)
+    kernels.select_blocks(SelectBlocksCall(scores, own.batch, 16, 0, 1, out))
+    check_id_form(out, own.batch, topk=16, columns=scores.shape[2])
+    finite = scores.double().nan_to_num(nan=-3e38, posinf=3e38, neginf=-3e38)
+    exchanges = compare_ids(out, expected, finite, (finite.abs() * 2**-8).clamp(min=2**-126))
+    assert not exchanges or kind in ("one_ulp", "one_bin", "denormals", "specials")  # the others are too far apart, or equal
+
+
+@pytest.mark.parametrize("columns", [1, 2, 17, 513, 8192])
+def test_given_scores_keep_their_order(columns: int) -> None:
+    random = torch.randint(-(1 << 31), (1 << 31) - 1, (8, columns), generator=torch.Generator().manual_seed(3)).int().view(torch.float32)
+    equal = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), -1e-45])[:, None].repeat(1, columns)
+    equal[1, ::2] = 0.0
+    given = kernels._distinct(torch.cat([random, equal])[None])[0]
+    for row in given:
+        StandIn().check_scores(row)
+    order = given.argsort(dim=-1, descending=True)
+    assert all(torch.equal(row, torch.arange(columns)) for row in order[8:]), "equal scores: the lower block first"
+    ranked = random.double().nan_to_num(nan=-1e39, posinf=1e39, neginf=-1e39).gather(-1, order[:8])
+    near = (ranked.abs() * 2**-8).clamp(min=2**-126)
+    assert bool((ranked.diff(dim=-1) <= near[:, 1:]).all()), "a lower score before a higher one, and not near it"
 
 
 @pytest.mark.parametrize("phase", STEPS)

@@ -12,7 +12,11 @@ from engine_steps import engine_step
 import m3attn
 from m3attn.batch import LayerCache, PagedBatch
 from m3attn.integrations.flashinfer.limits import RELEASE, installed
+from m3attn.testing.bounds import attention_bound
+from m3attn.testing.cases import STEPS as MATRIX_STEPS
+from m3attn.testing.cases import AttentionCase
 from m3attn.testing.ids import check_id_form, compare_ids
+from m3attn.testing.inputs import attention_inputs
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or installed() != RELEASE:
@@ -66,3 +70,19 @@ def test_attention(phase: str, heads: tuple[int, int], scales: tuple[float, floa
     out = m3attn.sparse_attention(q, cache, ids, batch, impl="flashinfer").float()
     torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
     assert (out - expected).abs().mean() <= 4e-3 * expected.abs().mean()
+
+
+MATRIX = [
+    AttentionCase(step, *heads, mode="widen_e4m3", layout="packed", scaled=scaled, zero_on_alloc=True)
+    for step in MATRIX_STEPS
+    for heads, scaled in (((64, 4), False), ((64, 4), True), ((16, 2), False), ((8, 2), True))
+]
+"""The shared matrix asks every sparse attention for the LSE, which this one declines: its steps, poison and bound, without the LSE."""
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: case.id)
+def test_attention_of_the_matrix(case: AttentionCase) -> None:
+    inputs = attention_inputs(case, "cuda")
+    out = m3attn.sparse_attention(*inputs.arguments(), **inputs.options, impl="flashinfer")
+    attention_bound(inputs.q, inputs.cache, inputs.batch, inputs.ids, **inputs.options).check(out, None)
+    assert torch.equal(out, m3attn.sparse_attention(*inputs.arguments(), **inputs.options, impl="flashinfer")), "two runs differ"

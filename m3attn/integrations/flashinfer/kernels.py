@@ -17,7 +17,9 @@ POOL_LIMIT = 1 << 31
 """Page offsets are kept in 32 bits there: measured wrong from pools of 2 GiB on, without an error."""
 MAX_PAGES = 4096
 MAX_COLUMNS = 8192
-LARGEST = torch.finfo(torch.float32).max
+SIGN = -(1 << 31)
+SMALLEST_NORMAL = 1 << 23
+"""The bits of a float32's sign, and of the smallest positive one that is not flushed to zero."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +67,14 @@ def index_score(call: IndexScoreCall) -> None:
         UnsupportedProblem: index keys that are not one dense tensor, or a pool of 2 GiB and more.
     """
     tokens, heads, _ = call.index_q.shape
-    columns = call.batch.num_blocks
-    if tokens == 0 or columns == 0:
+    if tokens == 0 or call.batch.num_blocks == 0:
         return
-    if call.batch.num_requests == 0 or call.index_k.shape[0] == 0:
+    if 0 in call.batch.page_table.shape or call.index_k.shape[0] == 0:
         call.out.fill_(float("-inf"))
         return
     _check_pool("cache.index_k", call.index_k, dense=True)
     requests = Requests.of(call.batch, tokens, call.index_k.shape[0])
+    columns = requests.table.shape[1]  # no more than there are pages for: the host bound may promise more
     scores = torch.empty(heads, columns, tokens, dtype=torch.float32, device=call.out.device)
     _ops().msa_proxy_score(
         call.index_q.contiguous(),
@@ -86,20 +88,19 @@ def index_score(call: IndexScoreCall) -> None:
     )
     visible = torch.arange(columns, device=scores.device) < requests.blocks[:, None]
     scores = call.index_k_scale.multiply(call.index_q_scale.multiply(scores)).transpose(1, 2)
-    call.out.copy_(torch.where(visible & ~scores.isnan(), scores, float("-inf")))
+    call.out[..., :columns].copy_(torch.where(visible & ~scores.isnan(), scores, float("-inf")))
+    call.out[..., columns:].fill_(float("-inf"))
 
 
 def select_blocks(call: SelectBlocksCall) -> None:
     """Fill `call.out`, up to exchanges of blocks whose scores agree but for their lowest bits (see `exact_ids` in `Capabilities`).
 
     Raises:
-        UnsupportedProblem: more than K forced blocks, or requests longer than 1,048,576 tokens.
+        UnsupportedProblem: scores of more than 8,192 blocks.
     """
     heads, tokens, columns = call.scores.shape
     if tokens == 0:
         return
-    if call.init_blocks + call.local_blocks > TOPK:
-        raise UnsupportedProblem(f"flashinfer: expected at most {TOPK} forced blocks, got {call.init_blocks} init and {call.local_blocks} local ones")
     if call.batch.num_requests == 0 or columns == 0:
         call.out.fill_(-1)
         return
@@ -108,27 +109,30 @@ def select_blocks(call: SelectBlocksCall) -> None:
     blocks = Requests.of(call.batch, tokens, 1).blocks.clamp(max=columns)
     scores = torch.where(torch.arange(columns, device=call.scores.device) < blocks[:, None], _distinct(call.scores), float("-inf"))
     ids = torch.empty(tokens, heads, TOPK, dtype=torch.int32, device=scores.device)
+    local_blocks = min(call.local_blocks, TOPK)  # they come before the first ones where K does not suffice for both
     _ops().msa_topk_select(
         scores.transpose(1, 2).contiguous(),
         TOPK,
         num_valid_pages=blocks.int(),
         output=ids,
-        force_begin_blocks=call.init_blocks,
-        force_end_blocks=call.local_blocks,
+        force_begin_blocks=min(call.init_blocks, TOPK - local_blocks),
+        force_end_blocks=local_blocks,
     )
     call.out.copy_(ids.transpose(0, 1))
 
 
 def _distinct(scores: torch.Tensor) -> torch.Tensor:
-    """Finite scores of which no two in a row are equal: the lowest bits are the block's, so that the lower block is the larger of equal ones.
+    """Normal numbers between -4 and 4 in the order of the scores, no two of a row equal: the lowest bits are the block's, the lower block's larger.
 
-    Equal scores may leave places of FlashInfer's result unwritten, and -inf marks what may not be chosen there, which NaN and -inf may be here.
+    FlashInfer reads numbers around zero, zero included, as block 0, drops those of -1e30 and below, places forced blocks among large ones, and may
+    leave places unwritten where two are equal. -inf marks what may not be chosen there, which NaN and -inf may be here.
     """
     columns = scores.shape[2]
-    bits = scores.nan_to_num(nan=-LARGEST, neginf=-LARGEST, posinf=LARGEST).view(torch.int32)
-    block = torch.arange(columns, dtype=torch.int32, device=scores.device)
+    bits = (scores.masked_fill(scores.isnan(), float("-inf")) + 0.0).view(torch.int32)  # + 0: -0 becomes +0
     lowest = (1 << (columns - 1).bit_length()) - 1
-    return (bits & ~lowest | torch.where(bits < 0, block, columns - 1 - block)).view(torch.float32)
+    near_one = (bits & SIGN) | ((bits & ~SIGN) >> 1) + SMALLEST_NORMAL  # half the exponent, which keeps the order
+    block = torch.arange(columns, dtype=torch.int32, device=scores.device)
+    return (near_one & ~lowest | torch.where(bits < 0, block, columns - 1 - block)).view(torch.float32)
 
 
 def sparse_attention(call: SparseAttentionCall) -> None:
@@ -141,7 +145,7 @@ def sparse_attention(call: SparseAttentionCall) -> None:
     tokens = call.q.shape[0]
     if tokens == 0:
         return
-    if call.batch.num_requests == 0 or call.k.shape[0] == 0 or call.batch.num_blocks == 0:
+    if 0 in call.batch.page_table.shape or call.k.shape[0] == 0 or call.batch.num_blocks == 0:
         call.out.zero_()
         return
     _check_halves(call.k, call.v)
