@@ -4,6 +4,7 @@ In the interpreter, in eager, lazy and random order, which must agree bit for bi
 """
 
 import contextlib
+import itertools
 import re
 import subprocess
 import tempfile
@@ -183,3 +184,12 @@ def test_products_run_on_while_others_are_started(name: str) -> None:
         shown = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
     waits, asked = len(re.findall(r"\bWARPGROUP\.DEPBAR\b", shown)), len(re.findall(r"\bwgmma\.wait_group\b", found.ptx))
     assert waits == asked > 0
+
+
+@pytest.mark.parametrize("name", ["sparse_prefill-bf16", "sparse_prefill-fp8", "sparse_prefill_by_block-bf16", "sparse_prefill_by_block-fp8"])
+def test_all_lanes_have_read_before_one_says_so(name: str) -> None:
+    """The interpreter's warps run in step and would not show it."""
+    kernel, variant = VARIANTS["sm_90"][name]
+    parts = re.split(r"elect\.sync[^;]*;", artifacts(kernel, variant, "sm_90").ptx)
+    arrivals = [before for before, after in itertools.pairwise(parts) if re.search(r"mbarrier\.\w+|cp\.async", after)[0] == "mbarrier.arrive"]
+    assert arrivals and all(before.rstrip().endswith("bar.warp.sync \t-1;") for before in arrivals)
