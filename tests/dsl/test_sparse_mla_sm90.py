@@ -23,7 +23,9 @@ from m3attn.dsl_kernels import sparse_mla_sm90
 from m3attn.dsl_kernels.sparse_mla_sm90 import num_splits, part_bytes
 from m3attn.dtypes import E4M3
 from m3attn.reference.numerics import indexable
+from m3attn.testing import poison
 from m3attn.testing.bounds import product_error
+from m3attn.testing.inputs import NAN_BYTE
 from m3attn.testing.matrix import skip_if_declined
 from m3attn.testing.mla import (
     COSINE_DISTANCE,
@@ -120,8 +122,9 @@ def test_tiles_without_a_valid_token(mode: str) -> None:
 
 @BOTH
 def test_queries_in_parts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four parts of up to three tiles; some have none, or none that is valid."""
+    """Four parts of up to three tiles; some have none, or none that is valid. Every part writes all that the merge reads: the scratch is NaN."""
     monkeypatch.setattr(sparse_mla_sm90, "MAX_PIECES", 24)
+    monkeypatch.setattr(poison, "GARBAGE_BYTE", NAN_BYTE)
     inputs = sparse_mla_inputs(replace(BASE, queries=6, heads=5, topk=530, tokens=600, mode=mode, length=True, sink=True), "cpu")
     assert num_splits(6, 5, 530, limit=1 << 30) == 4
     inputs.options["topk_length"].copy_(torch.tensor([530, 530, 1, 64, 200, 390]))
