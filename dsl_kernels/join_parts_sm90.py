@@ -98,7 +98,7 @@ class JoinParts:
             if warp == 0:
                 with cute.arch.elect_one():
                     for stage in cutlass.range_constexpr(STAGES):
-                        cute.arch.mbarrier_init(chunks.full + stage, 2)
+                        cute.arch.mbarrier_init(chunks.full + stage, 1)
                         cute.arch.mbarrier_init(chunks.empty + stage, self.warps)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_threads()
@@ -124,35 +124,52 @@ class JoinParts:
         num_rows: Int32,
         first_number: Int32,
     ):
-        """One warp: brings chunks of rows' parts, written or not, and says which were."""
+        """One warp: brings chunks of the parts that exist, and says which these are. The others were never written."""
         lane = cute.arch.lane_idx()
-        atoms = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype), cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        sizes = self.part_size, self.group
         count = Int32(0)
         while number < num_rows:
+            row, kv_head, visible = (mRows[first_number + number, word] for word in (Row.ROW, Row.KV_HEAD, Row.VISIBLE))
             for first in cutlass.range_constexpr(0, self.topk, self.chunk):
                 parts = min(self.chunk, self.topk - first)
-                stage = chunks.stage(count)
-                full = chunks.full + stage
-                chunks.wait_empty(count)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, parts * (2 * self.part_size + 4 * self.group))
-                    for atom, size, mX, sX in zip(atoms, sizes, (mPartOut, mPartLse), (sOut, sLse), strict=True):
-                        source = mX.iterator + cute.assume(Int64(number * self.topk + first) * size, divby=UNIT_ROWS)
-                        layout = cute.make_layout(parts * size)
-                        cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(sX[None, stage].iterator, layout), mbar_ptr=full)
-                row, kv_head, visible = (mRows[first_number + number, word] for word in (Row.ROW, Row.KV_HEAD, Row.VISIBLE))
                 block = Int32(-1)
                 if lane < parts:
                     block = mIds[kv_head, row, first + lane]
                 exists = cute.arch.vote_ballot_sync(block >= 0 and block < cute.ceil_div(visible, BLOCK))
+                stage = chunks.stage(count)
+                full = chunks.full + stage
+                chunks.wait_empty(count)
                 if lane == 0:
                     sChunk[Chunk.ROW, stage] = row
                     sChunk[Chunk.KV_HEAD, stage] = kv_head
                     sChunk[Chunk.EXISTS, stage] = exists
-                    cute.arch.mbarrier_arrive(full)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(exists) * (2 * self.part_size + 4 * self.group))
+                cute.arch.sync_warp()
+                place = number * self.topk + first
+                if cute.arch.popc(exists) == parts:
+                    if lane == 0:
+                        self.copy_parts(parts, mPartOut, mPartLse, place, sOut, sLse, stage, Int32(0), full)
+                elif (exists >> lane & 1) == 1:
+                    self.copy_parts(1, mPartOut, mPartLse, place + lane, sOut, sLse, stage, lane, full)
                 count += 1
             number += cute.arch.grid_dim()[0]
+
+    def copy_parts(
+        self,
+        parts: int,
+        mPartOut: cute.Tensor,
+        mPartLse: cute.Tensor,
+        place: Int32,
+        sOut: cute.Tensor,
+        sLse: cute.Tensor,
+        stage: Int32,
+        shared_place: Int32,
+        full: cute.Pointer,
+    ) -> None:
+        for size, mX, sX in ((self.part_size, mPartOut, sOut), (self.group, mPartLse, sLse)):
+            atom, layout = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), mX.element_type), cute.make_layout(parts * size)
+            source = mX.iterator + cute.assume(Int64(place) * size, divby=UNIT_ROWS)
+            target = sX[None, stage].iterator + cute.assume(shared_place * size, divby=UNIT_ROWS)
+            cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(target, layout), mbar_ptr=full)
 
     @cute.jit
     def join(
@@ -204,7 +221,7 @@ class JoinParts:
                     rSum[None, step].store(rSum[None, step].load() * rescale)
                     for i in cutlass.range_constexpr(parts):
                         cute.autovec_copy(gParts[None, step, i], rPart[None, i])
-                        mask = -(exists >> i & 1)  # memory that was never written may hold NaN
+                        mask = -(exists >> i & 1)  # what stands in the place of a part that does not exist may be NaN
                         for word in cutlass.range_constexpr(4):
                             words[word, i] = words[word, i] & mask
                         rSum[None, step].store(rSum[None, step].load() + rPart[None, i].load().to(Float32) * rWeights[i])

@@ -48,7 +48,10 @@ def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.Monke
     counts = []
 
     def counted(*arguments: object) -> None:
-        counts.append(int((arguments[-1].deferred[..., 0] >= 0).sum()))
+        scratch = arguments[-1]
+        counts.append(int((scratch.deferred[..., 0] >= 0).sum()))
+        for tensor in (scratch.rows, scratch.items, scratch.picks, scratch.part_out, scratch.part_lse):
+            device.watch(tensor)
         sparse_prefill_by_block_sm90.attend_by_block(*arguments)
 
     defer_in_small_steps(limit, monkeypatch)
@@ -58,7 +61,7 @@ def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.Monke
     results = []
     for order in ORDERS:
         call = with_workspace(call_of(inputs, sm_scale=sm_scale), limit)
-        with simulated(order, seed=5):
+        with simulated(order, seed=5) as device:
             sparse_attention(call)
         bound.check(call.out, call.lse)
         results.append((call.out, call.lse))

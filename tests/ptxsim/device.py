@@ -164,8 +164,10 @@ class device:
         return self.machine.stats
 
     def watch(self, tensor: Any) -> None:
-        """From now on a kernel that reads bytes of this contiguous CPU tensor which no kernel wrote since is a SimError; what the host writes does not
-        count."""
+        """From now on a kernel that reads bytes of this contiguous CPU tensor which no kernel wrote since is a SimError.
+
+        What the host writes does not count.
+        """
         if not tensor.is_contiguous():
             raise ValueError(f"tensor: contiguous, got strides {tensor.stride()} of shape {tuple(tensor.shape)}")
         self.machine.mem.watch(tensor.data_ptr(), tensor.numel() * tensor.element_size())
