@@ -32,7 +32,7 @@ help:
 	@echo 'make test-all       everything above, and the slow tests'
 	@echo 'make bench          the benchmarks of the stages, on a GPU (ARGS="STAGE … --json OUT")'
 	@echo 'make tables         rewrite the tables of README.md and docs/ from results/'
-	@echo 'make sanitize       a small part of the GPU tests under compute-sanitizer'
+	@echo 'make sanitize       small calls of every kernel under compute-sanitizer, on a GPU'
 	@echo 'make lint, format   ruff and mypy; ruff with fixes'
 	@echo 'make clean          remove .venv and everything built'
 
@@ -99,9 +99,11 @@ tables: $(VENV)/.ready
 	$(BIN)/python -m m3attn.bench.tables
 
 # --target-processes all would follow ptxas and the linker too; the tests' own process is the one that launches.
-sanitize: $(VENV)/.ready
+sanitize: $(VENV)/.ready $(CUTE)
 	@command -v compute-sanitizer >/dev/null || { echo 'make: compute-sanitizer (part of the CUDA toolkit) is not on PATH' >&2; exit 1; }
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -k xs $(ARGS)
+	for tool in memcheck initcheck synccheck; do \
+		compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(BIN)/python tests/sanitize.py $(ARGS) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
