@@ -21,7 +21,7 @@ class Setting:
     num_warps: int
 
 
-SETTINGS: dict[str, Setting] = {"any": Setting(8192, 4)}
+SETTINGS: dict[str, Setting] = {"any": Setting(2048, 1)}
 """By architecture; `any` where no measurement says otherwise."""
 CANDIDATES = [Setting(nbytes, warps) for nbytes in (2048, 4096, 8192, 16384, 32768) for warps in (1, 2, 4, 8) if nbytes >= 1024 * warps]
 settings_override: Setting | None = None

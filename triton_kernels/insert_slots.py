@@ -24,7 +24,7 @@ class Setting:
     num_warps: int
 
 
-SETTINGS: dict[str, Setting] = {"any": Setting(16, 4)}
+SETTINGS: dict[str, Setting] = {"any": Setting(32, 2)}
 """By architecture; `any` where no measurement says otherwise."""
 CANDIDATES = [Setting(rows, warps) for rows in (4, 8, 16, 32, 64) for warps in (1, 2, 4) if rows >= 4 * warps]
 settings_override: Setting | None = None

@@ -26,11 +26,15 @@ class Setting:
 
 
 SETTINGS: dict[tuple[str, str], Setting] = {
-    ("rope", "any"): Setting(32, 4),
-    ("pack", "any"): Setting(32, 4),
+    ("rope", "any"): Setting(32, 8),
+    ("pack", "any"): Setting(128, 8),
+    ("pack few", "any"): Setting(32, 4),
 }
 """By kernel and architecture; `any` where no measurement says otherwise."""
-CANDIDATES = [Setting(heads, num_warps) for heads in (8, 16, 32, 64, 128) for num_warps in (1, 2, 4, 8) if heads <= 16 * num_warps]
+FEW_TOKENS = 1024
+"""Up to here a program for every head of a token would leave multiprocessors with too few of them."""
+CANDIDATES = [Setting(heads, warps) for heads in (8, 16, 32, 64, 128) for warps in (1, 2, 4, 8) if 4 * warps <= heads <= 16 * warps]
+"""At most 16 heads a warp, and at least the four that `_tile` leaves it where heads have 128 elements."""
 settings_override: Setting | None = None
 """Set by a tuner to force one setting."""
 
@@ -206,7 +210,7 @@ def mla_rope_quantize(call: MlaRopeQuantizeCall) -> None:
 def mla_kv_pack_quantize(call: MlaKvPackQuantizeCall) -> None:
     """Fill call.k_out and call.v_out, every row."""
     tokens, heads, nope = call.k_nope.shape
-    setting = _setting("pack", call.v.device)
+    setting = _setting("pack few" if tokens <= FEW_TOKENS else "pack", call.v.device)
     launch(
         mla_kv_pack_quantize_kernel,
         (tokens, cdiv(heads, _block_heads(setting, heads))),
@@ -240,7 +244,7 @@ def _tile(setting: Setting, heads: int, nope: int, rope: int, device: torch.devi
     block_h, block_nope = _block_heads(setting, heads), next_power_of_2(nope)
     return {
         "device": device,
-        "num_warps": max(1, min(setting.num_warps, block_h * block_nope // 256)),
+        "num_warps": max(1, min(setting.num_warps, block_h * block_nope // 512)),
         "num_stages": 1,
         "NOPE": nope,
         "ROPE": rope,

@@ -23,18 +23,21 @@ SMALL_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Heads of one token that a program of q handles, where they divide a token's, heads that any other program does, and its warps."""
+    """Heads of one token that a program of q handles, where they divide a token's, heads that any other program does, its warps, and registers that a
+    thread may take, where the compiler would take more than is good."""
 
     q_rows: int
     rows: int
     num_warps: int
+    registers: int | None = None
 
 
 SETTINGS: dict[tuple[str, str], Setting] = {
     ("small", "any"): Setting(16, 16, 2),
     ("large", "any"): Setting(32, 16, 2),
+    ("large fp8", "any"): Setting(32, 16, 2, registers=104),
 }
-"""By size of the step and architecture; `any` where no measurement says otherwise."""
+"""By size of the step, with q stored as fp8 or not, and architecture; `any` where no measurement says otherwise."""
 CANDIDATES = [Setting(q_rows, rows, warps) for q_rows in (16, 32, 64) for rows in (16, 32) for warps in (2, 4) if q_rows >= rows >= 8 * warps]
 """Eight heads a warp: fewer change a thread's share of a head, and with it the order in which squares add up; a single warp loads weights singly."""
 settings_override: Setting | None = None
@@ -242,7 +245,8 @@ def qk_norm_rope_insert(call: QkNormRopeInsertCall) -> None:
     if num_tokens == 0:
         return
     arch = current_arch(call.qkv.device)
-    size = "small" if num_tokens <= SMALL_STEP else "large"
+    is_fp8 = call.q_out is not None and call.q_out.element_size() == 1
+    size = "small" if num_tokens <= SMALL_STEP else "large fp8" if is_fp8 else "large"
     setting = settings_override or SETTINGS.get((size, arch)) or SETTINGS[(size, "any")]
     half = call.cos_sin.shape[1] // 2
     q_rows = setting.q_rows if call.num_q_heads % setting.q_rows == 0 else setting.rows
@@ -269,6 +273,7 @@ def qk_norm_rope_insert(call: QkNormRopeInsertCall) -> None:
         device=call.qkv.device,
         num_warps=setting.num_warps,
         num_stages=1,
+        maxnreg=setting.registers,
         Q_HEADS=call.num_q_heads,
         KV_HEADS=call.num_kv_heads,
         INDEX_HEADS=call.num_index_heads,

@@ -21,11 +21,10 @@ MIN_AMAX = tl.constexpr(2.0**-100)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Elements of a program's tile, warps for a full tile, and elements in a row that a thread of the static cast loads and stores at most."""
+    """Elements of a program's tile, and warps for a full tile."""
 
     elements: int
     num_warps: int
-    run: int = 16
 
 
 SETTINGS: dict[tuple[str, str], Setting] = {
@@ -34,18 +33,10 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("row", "any"): Setting(4096, 4),
 }
 """By mode and architecture; `any` where no measurement says otherwise."""
-CANDIDATES = [
-    Setting(elements, num_warps, run)
-    for elements in (1024, 2048, 4096, 8192, 16384)
-    for num_warps in (2, 4, 8)
-    for run in (16, 8)
-    if elements >= 256 * num_warps
-]
+CANDIDATES = [Setting(elements, num_warps) for elements in (1024, 2048, 4096, 8192, 16384) for num_warps in (2, 4, 8) if elements >= 256 * num_warps]
 settings_override: Setting | None = None
 """Set by a tuner to force one setting."""
 
-STREAM_BYTES = 32 << 20
-"""A cast of more bytes passes through L2 without pushing out what others keep there: nothing of it would be left for a reader anyway."""
 LONGEST_HELD_ROW = 16384
 """Rows up to this length stay in registers between their maximum and their cast; longer ones are read twice."""
 TILES_PER_MAXIMUM = 4
@@ -92,17 +83,18 @@ def _wait_for_producer(PDL: tl.constexpr):
 @triton.jit
 def _quantize_kernel(
     x_ptr, out_ptr, value, scale_ptr, rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    RUN: tl.constexpr, EVICTION: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = x / scale, one tile a program."""
+    """out = x / scale, one tile a program; WHOLE: tiles cover x exactly, and nothing is masked."""
     _wait_for_producer(PDL)
     offs_row, offs_col, x_offset, out_offset = _tile_offsets(
-        tl.program_id(0), rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS, BLOCK_COLS, 1, RUN
+        tl.program_id(0), rows, cols, sizes, x_strides, out_strides, BLOCK_ROWS, BLOCK_COLS, 1, 8
     )
-    mask = (offs_row < rows) & (offs_col < cols)
-    x = widen(tl.load(x_ptr + x_offset + offs_col, mask=mask, other=0.0, eviction_policy=EVICTION))  # [BLOCK_ROWS, BLOCK_COLS]
+    mask = True if WHOLE else (offs_row < rows) & (offs_col < cols)
+    # Whoever comes next reads out, not x.
+    x = widen(tl.load(x_ptr + x_offset + offs_col, mask=mask, other=0.0, eviction_policy="evict_first"))  # [BLOCK_ROWS, BLOCK_COLS]
     stored = round_to(divide_by_scale(x, value, scale_ptr), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_offset + offs_col, stored, mask=mask, eviction_policy=EVICTION)
+    tl.store(out_ptr + out_offset + offs_col, stored, mask=mask)
 
 
 @triton.jit
@@ -189,8 +181,8 @@ def quantize_fp8(call: QuantizeFp8Call) -> None:
         launch(_scale_kernel, grid, x, scale_out, *layout, LARGEST=largest, TILES=tiles, PDL=False, **options)
         value, tensor = 1.0, scale_out
     grid = (row_tiles * cdiv(cols, block_cols),)
-    eviction = "evict_first" if x.nbytes + out.nbytes > STREAM_BYTES else ""
-    launch(_quantize_kernel, grid, x, out, value, tensor, *layout, out_strides, RUN=setting.run, EVICTION=eviction, PDL=pdl, pdl=pdl, **options)
+    whole = rows % block_rows == 0 and cols % block_cols == 0
+    launch(_quantize_kernel, grid, x, out, value, tensor, *layout, out_strides, WHOLE=whole, PDL=pdl, pdl=pdl, **options)
 
 
 def _merge_dims(x: torch.Tensor, out: torch.Tensor, *, keep_rows: bool) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

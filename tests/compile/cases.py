@@ -175,12 +175,12 @@ def select_cases() -> Iterator[Case]:
 def norm_rope_cases() -> Iterator[Case]:
     for dtype in (BF16, FP16, FP32):
         for cache_dtype in (None, dtype, E4M3, E5M2):
-            for index_branch in (True, False):
-                yield norm_rope(dtype, cache_dtype, index_branch, fast=dtype == BF16)
+            for index_branch, rows in ((True, 8), (True, 512), (False, 8)):  # settings for small steps and for large ones
+                yield norm_rope(dtype, cache_dtype, index_branch, rows, fast=dtype == BF16)
 
 
-def norm_rope(dtype: torch.dtype, cache_dtype: torch.dtype | None, index_branch: bool, *, fast: bool) -> Case:
-    rows, num_q_heads, num_kv_heads, num_index_heads = 8, 64, 4, 4 if index_branch else 0
+def norm_rope(dtype: torch.dtype, cache_dtype: torch.dtype | None, index_branch: bool, rows: int, *, fast: bool) -> Case:
+    num_q_heads, num_kv_heads, num_index_heads = 64, 4, 4 if index_branch else 0
 
     def run() -> None:
         width = num_q_heads + 2 * num_kv_heads + (num_index_heads + 1 if index_branch else 0)
@@ -204,7 +204,7 @@ def norm_rope(dtype: torch.dtype, cache_dtype: torch.dtype | None, index_branch:
             impl="triton",
         )
 
-    return Case(f"qk_norm_rope_insert-{dtype}-cache-{cache_dtype}-{'index' if index_branch else 'dense'}", dtype, run, fast)
+    return Case(f"qk_norm_rope_insert-{dtype}-cache-{cache_dtype}-{'index' if index_branch else 'dense'}-{rows}", dtype, run, fast)
 
 
 def merge_cases() -> Iterator[Case]:
@@ -222,31 +222,31 @@ def quantize_cases() -> Iterator[Case]:
     for dtype in (BF16, FP16, FP32):
         for out_dtype in (E4M3, E5M2):
             for scale in (None, 0.5, "tensor", "row"):
-                for pdl in (False, True):
+                for pdl, width in ((False, 7168), (True, 7168), (False, 7165)):  # tiles that cover the tensor, and that reach beyond it
 
-                    def run(dtype: torch.dtype = dtype, out_dtype: torch.dtype = out_dtype, scale: object = scale, pdl: bool = pdl) -> None:
-                        m3attn.quantize_fp8(torch.empty(64, 7168, dtype=dtype), scale=scale, dtype=out_dtype, pdl=pdl, impl="triton")
+                    def run(dtype=dtype, out_dtype=out_dtype, scale=scale, pdl=pdl, width=width) -> None:
+                        m3attn.quantize_fp8(torch.empty(64, width, dtype=dtype), scale=scale, dtype=out_dtype, pdl=pdl, impl="triton")
 
-                    yield Case(f"quantize_fp8-{dtype}-{out_dtype}-{scale}{'-pdl' if pdl else ''}", dtype, run, dtype == BF16)
+                    yield Case(f"quantize_fp8-{dtype}-{out_dtype}-{scale}-{width}{'-pdl' if pdl else ''}", dtype, run, dtype == BF16)
 
 
 def mla_quantize_cases(stage: str) -> Iterator[Case]:
     """DeepSeek-V3's geometry from views of the projections' outputs; few heads, and dims that are no powers of two."""
     for dtype in (BF16, FP16, FP32):
-        for heads, nope, rope in ((128, 128, 64), (16, 128, 64), (3, 48, 16)):
+        for heads, nope, rope, tokens in ((128, 128, 64, 2048), (128, 128, 64, 8), (16, 128, 64, 8), (3, 48, 16, 8)):
             for scale in (None, 0.5, "device"):
 
-                def run(dtype=dtype, heads=heads, nope=nope, rope=rope, scale=scale) -> None:
+                def run(dtype=dtype, heads=heads, nope=nope, rope=rope, tokens=tokens, scale=scale) -> None:
                     factor = torch.ones(1) if scale == "device" else scale
-                    kv, k_pe = torch.empty(8, heads, 2 * nope, dtype=dtype), torch.empty(8, 1, rope, dtype=dtype)
+                    kv, k_pe = torch.empty(tokens, heads, 2 * nope, dtype=dtype), torch.empty(tokens, 1, rope, dtype=dtype)
                     if stage == "mla_kv_pack_quantize":
                         m3attn.mla_kv_pack_quantize(kv[..., :nope], k_pe, kv[..., nope:], k_scale=factor, v_scale=factor, impl="triton")
                         return
-                    q, positions = torch.empty(8, heads, nope + rope, dtype=dtype), torch.zeros(8, dtype=torch.int64)
+                    q, positions = torch.empty(tokens, heads, nope + rope, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
                     options = dict(q_scale=factor, k_scale=factor, impl="triton", interleaved=scale is not None)
                     m3attn.mla_rope_quantize(q, kv[..., :nope], k_pe, positions, torch.empty(1024, rope), **options)
 
-                yield Case(f"{stage}-{dtype}-{heads}-{nope}+{rope}-{scale}", dtype, run, dtype == BF16)
+                yield Case(f"{stage}-{dtype}-{heads}-{nope}+{rope}-{tokens}-{scale}", dtype, run, dtype == BF16)
 
 
 def mla_prefill_cases() -> Iterator[Case]:

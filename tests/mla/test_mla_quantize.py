@@ -57,7 +57,7 @@ XS = [
 ]
 FULL = XS + [
     replace(case, tokens=t, heads=h)
-    for t, h in ((1, 128), (300, 128), (1_000, 16), (4_097, 8))
+    for t, h in ((1, 128), (300, 128), (1_030, 128), (1_000, 16), (4_097, 8))
     for case in (XS[0], XS[1], replace(XS[0], dtype=FP16), replace(XS[1], table_dtype=BF16), replace(XS[0], strided=False))
 ]
 
@@ -141,6 +141,16 @@ def test_mla_kv_pack_quantize(key: str, case: MlaQuantizeCase) -> None:
     assert k_out.is_contiguous() and v_out.is_contiguous()
     assert torch.equal(as_bytes(k_out), as_bytes(saturating_cast(join_heads(k_nope, k_pe[:, 0]), E4M3, k_scale)))
     assert torch.equal(as_bytes(v_out), as_bytes(saturating_cast(v, E4M3, v_scale)))
+
+
+def test_the_size_of_a_step_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    from m3attn.triton_kernels import mla_quantize
+
+    _, k_nope, k_pe, v = head_inputs(XS[5])
+    few = m3attn.mla_kv_pack_quantize(k_nope, k_pe, v, impl="triton")
+    monkeypatch.setattr(mla_quantize, "FEW_TOKENS", 0)
+    many = m3attn.mla_kv_pack_quantize(k_nope, k_pe, v, impl="triton")
+    assert all(torch.equal(as_bytes(x), as_bytes(y)) for x, y in zip(few, many, strict=True))
 
 
 @pytest.mark.parametrize("key", keys("mla_kv_pack_quantize"))

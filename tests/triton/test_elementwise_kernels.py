@@ -111,12 +111,15 @@ def test_widening_is_exact() -> None:
             assert bool(wide[~number].isnan().all()), (dtype, wider)
 
 
+GUARD_ROWS = 4
+
+
 def quantize_call(x: torch.Tensor, mode: str, dtype: torch.dtype = E4M3, scale: float | torch.Tensor | None = None) -> QuantizeFp8Call:
-    """A call whose output has a guard of 3 elements after every row."""
-    storage = guarded((*x.shape[:-1], x.shape[-1] + 3) if x.dim() else (4,), dtype)
-    out = storage[..., : x.shape[-1]] if x.dim() else storage[0]
-    rows = x.shape[:-1].numel() if mode == "row" else 1
-    return QuantizeFp8Call(x, mode, scale_of(scale), out, None if mode == "static" else torch.full((rows,), float("nan")), False)
+    """A call whose output has a guard of 3 elements after every row, and of `GUARD_ROWS` rows after the last."""
+    rows, width = (x.shape[:-1].numel(), x.shape[-1]) if x.dim() else (1, 1)
+    out = guarded((rows + GUARD_ROWS, width + 3), dtype)[:rows].view(*x.shape[:-1], width + 3)[..., :width]
+    scale_out = None if mode == "static" else torch.full((rows if mode == "row" else 1,), float("nan"))
+    return QuantizeFp8Call(x, mode, scale_of(scale), out if x.dim() else out[0], scale_out, False)
 
 
 def check_quantize(x: torch.Tensor, mode: str, dtype: torch.dtype = E4M3, scale: float | torch.Tensor | None = None) -> None:
@@ -132,9 +135,10 @@ def check_quantize(x: torch.Tensor, mode: str, dtype: torch.dtype = E4M3, scale:
         assert torch.equal(call.scale_out, expected_scale)
         divided = (rows / expected_scale[:, None]).reshape(x.shape)
     assert torch.equal(bits(call.out), nearest_fp8(divided, dtype))
-    if x.dim():
-        guard = torch.empty(0, dtype=torch.uint8).set_(call.out.untyped_storage()).view(*x.shape[:-1], -1)[..., x.shape[-1] :]
-        assert bool((guard == GUARD).all()), "bytes after a row were written"
+    width = x.shape[-1] if x.dim() else 1
+    whole = torch.empty(0, dtype=torch.uint8).set_(call.out.untyped_storage()).view(-1, width + 3)
+    assert bool((whole[:, width:] == GUARD).all()), "bytes after a row were written"
+    assert bool((whole[-GUARD_ROWS:] == GUARD).all()), "rows after the last were written"
 
 
 def layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -176,7 +180,8 @@ def test_quantize_in_many_tiles(mode: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(quantize, "LONGEST_HELD_ROW", 32)
     x = layouts(BF16)["contiguous"][:1, :3]
     check_quantize(x, mode)
-    check_quantize(x[..., :9], mode)
+    for width in (64, 9, 8):  # tiles that cover x exactly, and that reach beyond its columns and beyond its rows
+        check_quantize(x[..., :width], mode)
 
 
 @pytest.mark.parametrize("mode", ("static", "tensor", "row"))
@@ -367,7 +372,9 @@ def test_norm_rope_insert(case: Case) -> None:
     check_call(case)
 
 
-@pytest.mark.parametrize("setting", (norm_rope.Setting(4, 4, 1), norm_rope.Setting(8, 16, 2), norm_rope.Setting(64, 32, 4)), ids=str)
+@pytest.mark.parametrize(
+    "setting", (norm_rope.Setting(4, 4, 1), norm_rope.Setting(8, 16, 2), norm_rope.Setting(64, 32, 4), norm_rope.Setting(32, 16, 2, 104)), ids=str
+)
 def test_settings_change_no_byte(setting: norm_rope.Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, call = make_call(CASES["tp4"]), make_call(CASES["tp4"])
     norm_rope.qk_norm_rope_insert(expected)
