@@ -38,7 +38,14 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("large fp8", "any"): Setting(32, 16, 2, registers=104),
 }
 """By size of the step, with q stored as fp8 or not, and architecture; `any` where no measurement says otherwise."""
-CANDIDATES = [Setting(q_rows, rows, warps) for q_rows in (16, 32, 64) for rows in (16, 32) for warps in (2, 4) if q_rows >= rows >= 8 * warps]
+CANDIDATES = [
+    Setting(q_rows, rows, warps, registers)
+    for q_rows in (16, 32, 64)
+    for rows in (16, 32)
+    for warps in (2, 4)
+    for registers in (None, 104)
+    if q_rows >= rows >= 8 * warps
+]
 """Eight heads a warp: fewer change a thread's share of a head, and with it the order in which squares add up; a single warp loads weights singly."""
 settings_override: Setting | None = None
 """Set by a tuner to force one setting."""
