@@ -121,23 +121,29 @@ def schedule_of(
 
     cuts: list[tuple[Tile, int, int]] = []
     for tile_tokens in dict.fromkeys(min(queries, max(rows // group, 1)) for rows in ((tile_rows,) if tile_rows else TILE_ROWS)):
-        tile, tiles = _tile(tile_tokens, group, kv_dtype, forced), -(-max_seqlen_q // tile_tokens) * num_requests
+        tiles = -(-max_seqlen_q // tile_tokens) * num_requests
+        tile = _tile(tile_tokens, group, kv_dtype, False, forced)
         steps = _union(tile_tokens, topk, num_blocks) * (BLOCK // tile.step_keys)
         fitting = [s for s in range(1, min(MAX_SPLITS, steps) + 1) if partial_bytes(s, tokens, num_q_heads) <= limit]
-        cuts += [(tile, tiles, splits) for splits in ([forced_splits] if forced_splits else fitting)]
+        for splits in [forced_splits] if forced_splits else fitting:
+            is_alone = splits == 1 and tiles * num_kv_heads <= MULTIPROCESSORS
+            cuts.append((_tile(tile_tokens, group, kv_dtype, is_alone, forced), tiles, splits))
     tile, tiles, splits = min(cuts, key=lambda cut: time_us(*cut))
     return Schedule(**asdict(tile), tiles=tiles, splits=splits)
 
 
-def _tile(tokens: int, group: int, kv_dtype: str, forced: dict[str, int]) -> Tile:
-    """Four consumer warps and half a multiprocessor's memory for a single token, else eight and all of it.
+def _tile(tokens: int, group: int, kv_dtype: str, is_alone: bool, forced: dict[str, int]) -> Tile:
+    """Four consumer warps and half a multiprocessor's memory for 16 rows, else eight and all of it.
 
-    Two CTAs of four warps leave a thread 168 registers, which e5m2 exceeds.
+    Eight for 16 rows too where a tile is alone on its multiprocessor and reads all of its blocks, in 16 bit; and for e5m2: two CTAs of four warps
+    leave a thread 168 registers, which it exceeds.
     """
     token_rows = max(group, MMA_ROWS // tokens)
     row_warps = tokens * token_rows // MMA_ROWS
-    small = row_warps == 1 and kv_dtype != "fp8_e5m2"
-    settings = {"key_warps": (4 if small else 8) // row_warps, "step_keys": 128 if kv_dtype.startswith("fp8") and row_warps <= 2 else 64}
+    is_fp8 = kv_dtype.startswith("fp8")
+    small = row_warps == 1 and kv_dtype != "fp8_e5m2" and (is_fp8 or not is_alone)
+    key_warps = (4 if small else 8) // row_warps
+    settings = {"key_warps": key_warps, "step_keys": 128 if key_warps == 8 or (is_fp8 and row_warps <= 2) else 64}
     settings["stages"] = (96 if small else 192) * 1024 // (settings["step_keys"] * _key_bytes(kv_dtype))
     return Tile(tokens, token_rows, **(settings | forced))
 
