@@ -496,7 +496,7 @@ class SparseDecode:
         share: Share,
         steps: Int32,
     ) -> None:
-        """The producer warp: one TMA tile of K and one of V a step, as far ahead as there are stages."""
+        """The producer warp: one TMA tile of K and one of V a step that somebody reads, as far ahead as there are stages."""
         variant, parts = self.variant, []
         for tma, m, offset in ((tma_k, mK, 0), (tma_v, mV, variant.stages * self.tile_bytes)):
             pointer = cute.recast_ptr(stages.buffer + offset, s_layout.inner, dtype=self.kv_type)
@@ -507,12 +507,15 @@ class SparseDecode:
         stage, phase = Int32(0), Int32(1)
         for step in cutlass.range(share.split, steps, share.splits, unroll=1):
             page, part = union.pages[step // self.block_steps], step % self.block_steps
+            # An id that a list repeats leaves an entry without tokens. Nobody would wait for its values before the stage is free again.
+            is_read = union.members[step // self.block_steps] != 0
             cute.arch.mbarrier_wait(stages.empty + stage, phase)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(stages.k_full + stage, self.tile_bytes)
-                cute.arch.mbarrier_arrive_and_expect_tx(stages.v_full + stage, self.tile_bytes)
-            cute.copy(tma_k, tKgK[None, part, page], tKsK[None, stage], tma_bar_ptr=stages.k_full + stage)
-            cute.copy(tma_v, tVgV[None, part, page], tVsV[None, stage], tma_bar_ptr=stages.v_full + stage)
+                for full in (stages.k_full, stages.v_full):
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_bytes if is_read else 0)
+            if is_read:
+                cute.copy(tma_k, tKgK[None, part, page], tKsK[None, stage], tma_bar_ptr=stages.k_full + stage)
+                cute.copy(tma_v, tVgV[None, part, page], tVsV[None, stage], tma_bar_ptr=stages.v_full + stage)
             stage += 1
             if stage == variant.stages:
                 stage, phase = Int32(0), phase ^ 1
@@ -553,8 +556,6 @@ class SparseDecode:
             first_key = union.blocks[step // self.block_steps] * BLOCK + step % self.block_steps * variant.step_keys + key_warp * self.warp_keys
             # Also by a warp that skips the step, or its arrival below might count for the stage's earlier contents.
             cute.arch.mbarrier_wait(stages.k_full + stage, phase)
-            if union.members[step // self.block_steps] == 0:  # an id that a list repeats: nobody attends, and values may still be on their way
-                cute.arch.mbarrier_wait(stages.v_full + stage, phase)
             if members != 0:
                 for part in cutlass.range(self.warp_keys // self.part_keys, unroll=1):
                     part_key = first_key + part * self.part_keys

@@ -121,7 +121,6 @@ _DECODE = _named(
     widen_verify=_decode("bf16", "fp8_e4m3", requests=1, queries=4),
     fp8_verify_group8=_decode("fp8_e4m3", "fp8_e4m3", requests=1, queries=4, group=8),
     bf16_some=_decode("bf16", "bf16", requests=16),
-    fp8_some=_decode("fp8_e4m3", "fp8_e4m3", requests=16),
     bf16_verify_some=_decode("bf16", "bf16", requests=16, queries=8),
     bf16_verify_many=_decode("bf16", "bf16", requests=32, queries=8),
     fp16_sink=replace(_decode("fp16", "fp16", requests=1), **_DEVICE_SCALES, lse=True, sink="fp32", aligned=False),
