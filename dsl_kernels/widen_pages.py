@@ -1,7 +1,7 @@
 """A wider copy of the pages that an fp8 prefill reads, in logical order, each element exactly: the tensor cores of a prefill take no fp8 values.
 
 One thread block a quarter of a page and KV head. A thread asks for all that it moves before it stores the first of it; nothing past a sequence's end
-is read or written.
+is read, and zeros stand there in the copy of its last page.
 """
 
 from __future__ import annotations
@@ -91,16 +91,17 @@ class WidenPages:
         part, target = Int32(index % self.parts), index // self.parts
         request, block, target = Int32(target // num_blocks), Int32(target % num_blocks), Int32(target)
         if block < mPageTable.shape[1]:
-            num_keys = mSeqLens[request] - (block * self.parts + part) * ROWS
+            seq_len = mSeqLens[request]
             page = cutlass.min(cutlass.max(mPageTable[request, block], 0), mK.shape[0] - 1)
             # The page's part in the condition has it loaded with the others: it is one wait for memory.
-            if num_keys > 0 and mCuSeqlens[request + 1] > mCuSeqlens[request] and page >= 0:
+            if seq_len > block * self.parts * ROWS and mCuSeqlens[request + 1] > mCuSeqlens[request] and page >= 0:
+                num_keys = seq_len - (block * self.parts + part) * ROWS
                 rK = self.read(mK[Int64(page), kv_head, None, None], self.k_dtype, part, num_keys)
                 rV = self.read(mV[Int64(page), kv_head, None, None], self.v_dtype, part, num_keys)
                 if cute.arch.thread_idx()[0] == 0 and kv_head == 0 and part == 0:
                     mWideTable[request, block] = target
-                self.write(rK, mWideK[Int64(target), kv_head, None, None], self.k_dtype, part, num_keys)
-                self.write(rV, mWideV[Int64(target), kv_head, None, None], self.v_dtype, part, num_keys)
+                self.write(rK, mWideK[Int64(target), kv_head, None, None], self.k_dtype, part)
+                self.write(rV, mWideV[Int64(target), kv_head, None, None], self.v_dtype, part)
 
     def chunks(self, gPage: cute.Tensor, dtype: Any, part: Int32) -> tuple[cute.Tensor, list[Int32]]:
         """What this thread moves of a part: (its chunks [elements, steps], each one's row in the part).
@@ -127,16 +128,16 @@ class WidenPages:
         return rBytes
 
     @cute.jit
-    def write(self, rBytes: cute.Tensor, gPage: cute.Tensor, dtype: cutlass.Constexpr, part: Int32, num_keys: Int32):
+    def write(self, rBytes: cute.Tensor, gPage: cute.Tensor, dtype: cutlass.Constexpr, part: Int32):
+        """Zeros past the sequence's end, so that a load of the whole page reads nothing that nobody wrote."""
         chunks, rows = self.chunks(gPage, dtype, part)
-        for step, row in enumerate(rows):
+        for step in range(len(rows)):
             elements = cute.recast_tensor(rBytes[None, step], self.dtype)
             if const_expr(dtype is not self.dtype):
                 wide = cute.make_rmem_tensor(elements.shape, dtype)
                 wide.store(elements.load().to(dtype))
                 elements = wide
-            if row < num_keys:
-                cute.autovec_copy(elements, chunks[None, step])
+            cute.autovec_copy(elements, chunks[None, step])
 
 
 def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
@@ -179,7 +180,7 @@ def widen_pages(k: torch.Tensor, v: torch.Tensor, wide_k: torch.Tensor, wide_v: 
         k, v: [pages, Hkv, 128, D] e4m3 or e5m2, any strides with unit last stride; pages are blocks.
         wide_k, wide_v: [B * num_blocks, Hkv, 128, D] bf16, fp16 or the cache's type, contiguous: a cache whose pages are blocks.
         wide_table: [B, num_blocks] int32, that cache's page table. Blocks past seq_len, and of requests without queries, stay unwritten in
-            all three.
+            all three; the last block of each request is filled up with zeros.
     """
     variant = Variant(
         dtype=dtype_name(k.dtype),

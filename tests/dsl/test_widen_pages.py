@@ -71,4 +71,4 @@ def test_every_byte(dtype: torch.dtype, k_dtype: torch.dtype, layout: str, head_
                 for pool, wide in ((k, wide_k), (v, wide_v)):
                     expected = pool[page, :, :keys].float()
                     torch.testing.assert_close(wide[target, :, :keys].float(), expected, rtol=0, atol=0, equal_nan=True)
-                    assert (wide[target, :, keys:].contiguous().view(torch.uint8) == MARK).all()
+                    assert (wide[target, :, keys:].contiguous().view(torch.uint8) == (0 if keys else MARK)).all()
