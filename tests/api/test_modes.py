@@ -202,7 +202,7 @@ def test_other_layer_dtypes(own: str) -> None:
 def test_a_mode_prints_what_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     text = str(m3attn.resolve_attention_mode(layer("sm_90"), kv_cache_dtype="fp8"))
     assert text.startswith("mode fp8: q fp8_e4m3, KV fp8_e4m3, index q fp8_e4m3, index K fp8_e4m3, pages of 128\n")
-    for line in ("  sparse_attention/decode: triton", "  page size 128: the default", "  index cache fp8_e4m3: follows mode fp8"):
+    for line in ("  dense_attention/decode: triton", "  page size 128: the default", "  index cache fp8_e4m3: follows mode fp8"):
         assert line in text.splitlines()
     monkeypatch.setenv("M3ATTN_DISABLE_FP8_ATTN_GEMM", "1")
     assert "  mode widen: M3ATTN_DISABLE_FP8_ATTN_GEMM=1" in str(m3attn.resolve_attention_mode(layer("sm_90"), kv_cache_dtype="fp8")).splitlines()
