@@ -24,6 +24,7 @@ from scorers import SM100 as SCORE100
 from scorers import Scorer, call_for
 from scorers import check as check_scores
 from simulator import ORDERS, simulated
+from sparse_mla_results import check_orders
 
 import m3attn
 from m3attn.calls import IndexTopkCall, SparseAttentionCall
@@ -40,10 +41,9 @@ from m3attn.dtypes import E4M3
 from m3attn.index_slices import workspace_bytes as index_workspace_bytes
 from m3attn.reference.index import select_blocks
 from m3attn.scales import UNIT
-from m3attn.testing.bounds import product_error
 from m3attn.testing.cases import AttentionCase, IndexCase, Step
 from m3attn.testing.inputs import AttentionInputs, attention_inputs, index_inputs
-from m3attn.testing.mla import COSINE_DISTANCE, MODES, OTHER_COSINE_DISTANCE, SparseMlaCase, check_sparse_mla, sparse_mla_inputs
+from m3attn.testing.mla import SparseMlaCase, sparse_mla_inputs
 from m3attn.testing.poison import poisoned_empty
 from m3attn.workspace import WorkShape
 
@@ -263,18 +263,7 @@ def run_mla(seed: int, orders: list[tuple[str, int]] | None = None) -> None:
         for order, order_seed in orders or draw_orders(draw):
             with simulated(order, seed=order_seed), poisoned_empty():
                 results.append(m3attn.sparse_mla_prefill(inputs.q, inputs.kv, inputs.indices, impl="cute_sm90", **inputs.options))
-    for other in results[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
-    q_dtype, kv_dtype, _ = MODES[mode]
-    check_sparse_mla(
-        inputs.q,
-        inputs.kv,
-        inputs.indices,
-        results[0],
-        error_of_products=product_error("cute_sm90", "sm_90", q_dtype, kv_dtype),
-        cosine_distance=COSINE_DISTANCE.get(mode, OTHER_COSINE_DISTANCE),
-        **inputs.options,
-    )
+    check_orders(inputs, mode, results, **inputs.options)
 
 
 def drawn(*quick: int) -> pytest.MarkDecorator:

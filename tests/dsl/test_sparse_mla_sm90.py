@@ -16,6 +16,7 @@ need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 import ptxsim
 from simulator import ORDERS, simulated
+from sparse_mla_results import Results, check_orders
 
 import m3attn
 from m3attn.choice import UnsupportedProblem
@@ -24,25 +25,14 @@ from m3attn.dsl_kernels.sparse_mla_sm90 import num_splits, part_bytes
 from m3attn.dtypes import E4M3
 from m3attn.reference.numerics import indexable
 from m3attn.testing import poison
-from m3attn.testing.bounds import product_error
 from m3attn.testing.inputs import NAN_BYTE
 from m3attn.testing.matrix import skip_if_declined
-from m3attn.testing.mla import (
-    COSINE_DISTANCE,
-    MODES,
-    OTHER_COSINE_DISTANCE,
-    SparseMlaCase,
-    SparseMlaInputs,
-    check_sparse_mla,
-    sparse_mla_inputs,
-    xs_sparse_mla,
-)
+from m3attn.testing.mla import SparseMlaCase, SparseMlaInputs, sparse_mla_inputs, xs_sparse_mla
 from m3attn.testing.poison import poisoned_empty
 
 KEY, ARCH = "cute_sm90", "sm_90"
 BASE = SparseMlaCase(2, 64, 128, 256)
 BOTH = pytest.mark.parametrize("mode", ["bf16", "fp8_pv"])
-Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -60,18 +50,7 @@ def run(inputs: SparseMlaInputs, order: str = "eager", edit: Callable[[str], str
 def check(inputs: SparseMlaInputs, mode: str = "bf16", **changes: Any) -> Results:
     """Every order within the bound, and the same bits in all."""
     results = [run(inputs, order, **changes) for order in ORDERS]
-    for other in results[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
-    q_dtype, kv_dtype, _ = MODES[mode]
-    check_sparse_mla(
-        inputs.q,
-        inputs.kv,
-        inputs.indices,
-        results[0],
-        error_of_products=product_error(KEY, ARCH, q_dtype, kv_dtype),
-        cosine_distance=COSINE_DISTANCE.get(mode, OTHER_COSINE_DISTANCE),
-        **(inputs.options | changes),
-    )
+    check_orders(inputs, mode, results, **(inputs.options | changes))
     return results[0]
 
 
