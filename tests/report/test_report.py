@@ -72,7 +72,7 @@ def demo_page(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def bench_page(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("report") / "bench.html"
-    files = sorted((ROOT / "results").glob("*-index_topk.json")) + sorted((ROOT / "results").glob("*-select_blocks.json"))
+    files = sorted((ROOT / "results").glob("*-index_topk.json")) + sorted((ROOT / "results").glob("*-quantize_fp8.json"))
     assert main(["report", str(out), *map(str, files)]) == 0
     return out
 
@@ -95,7 +95,7 @@ def test_a_demos_page_has_every_part(demo_page):
 
 
 def test_a_bench_page_shows_every_row(bench_page):
-    rows = [row for name in ("index_topk", "select_blocks") for row in json.loads((ROOT / "results" / f"nvidia-h200-{name}.json").read_text())]
+    rows = [row for name in ("index_topk", "quantize_fp8") for row in json.loads((ROOT / "results" / f"nvidia-h200-{name}.json").read_text())]
     found = tree(bench_page)
     assert found.seen.count("tr") == len(rows) + 2 and found.seen.count("circle") == sum(bool(row["tflops"] and row["tbps"]) for row in rows)
     assert "index_topk on NVIDIA H200" in found.words and rows[0]["commit"][:12] in found.words
