@@ -22,8 +22,8 @@ CHAINS = 4
 def row_maxima(rows: Sequence[Sequence[Float32]]) -> tuple[Float32, ...]:
     """Maxima over accumulators [64, N], to be called by whole warps: a row's columns lie with four lanes, which all get its maximum.
 
-    `rows` holds the products in each of this thread's rows. They are read only: writing accumulators while another product runs makes the compiler wait
-    for it. NaN is ignored; a row of nothing else has -inf.
+    `rows` holds the products in each of this thread's rows. They are read only: writing accumulators while another product runs makes the compiler
+    wait for it. NaN is ignored; a row of nothing else has -inf.
     """
     bits = over_lanes([over_columns([product.bitcast(Int32) for product in products], cutlass.max) for products in rows], cutlass.max)
     maxima = cute.make_rmem_tensor(len(rows), Float32)
