@@ -239,6 +239,21 @@ def test_rows_have_the_contracted_fields():
     json.dumps(rows)
 
 
+def test_caches_declare_that_their_bytes_are_finite():
+    """So that implementations which ask for that are timed beside the others, and say why where they decline."""
+    reference = next(i for i in m3attn.implementations("dense_attention") if i.key == "reference").load()
+    limits = m3attn.Capabilities(cpu="yes", needs_zero_on_alloc=True, kv_dtypes=("bf16",))
+    m3attn.register("dense_attention", "finite", reference, capabilities=limits)
+    try:
+        asked = request("dense_attention", shapes=("20x300", "B2xL300"), modes=("bf16", "fp8"), implementations=("reference", "finite"))
+        rows, remarks, failures = bench(asked)
+    finally:
+        m3attn.unregister("dense_attention", "finite")
+    assert [row["implementation"] for row in rows if row["mode"] == "bf16"] == ["reference", "finite"] * 2
+    assert [row["implementation"] for row in rows if row["mode"] == "fp8"] == ["reference"] * 2
+    assert failures == 0 and len(remarks) == 2 and all("KV dtype fp8_e4m3: takes bf16" in remark for remark in remarks)
+
+
 def test_nothing_to_time_is_said_before_inputs_are_made():
     rows, remarks, failures = bench(request("index_topk", shapes=("verify",), implementations=("triton_union",)))
     assert not rows and failures == 1 and "no implementation to time: there are reference, triton" in remarks[0]
@@ -326,6 +341,8 @@ class StandInPeers(Peers):
         scores = reference_index.index_score(inputs.index_q, inputs.cache.index_k, batch)
         return scores.masked_fill(scores == float("-inf"), 123.0)
 
+    index_decode_score = index_score
+
     def select_blocks(self, scores, inputs, batch):
         return self._best_first(scores, batch)
 
@@ -350,6 +367,9 @@ def test_peers_are_checked_and_kept_beside_ours(stage, shape):
     peers = StandInPeers(index_topk=object(), sparse_attn=object())
     rows, remarks, _ = bench(request(stage, shapes=(shape,)), peers=peers)
     assert not remarks
+    if stage == "select_blocks" and shape.startswith("B"):  # where vLLM has none apart from its scores
+        assert [row["implementation"] for row in rows] == ["reference"]
+        return
     assert [row["implementation"] for row in rows] == ["reference", VLLM]
     assert all(row["parity_passed"] for row in rows)
     assert [row["peer"] for row in rows] == [False, True]

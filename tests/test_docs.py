@@ -150,3 +150,15 @@ def test_executed_table_says_what_the_rows_say(tmp_path: Path) -> None:
     assert tables.executed(tmp_path).splitlines()[2:] == [
         "| Some GPU | torch 2.11.0, triton 3.6.0 | triton | index_score (bf16), index_score (fp8) |"
     ]
+
+
+def test_tables_name_the_release_of_a_package_where_its_rows_are(tmp_path: Path) -> None:
+    place = {"stage": "dense_attention", "heads": "64/4", "shape": "P1", "mode": "bf16", "selection": None, "gpu": "Some GPU", "commit": "abc"}
+    figures = {"median_us": 2.0, "floor_us": 1.0, "share": 0.5, "versions": {"torch": "2.11.0", "flash-attn-4": "4.0.0"}}
+    ours, package = ({**place, **figures, "implementation": key} for key in ("triton", "flash_attn_4"))
+    assert "abc, torch 2.11.0;" in tables.markdown([ours]) and "abc, torch 2.11.0, flash-attn-4 4.0.0;" in tables.markdown([ours, package])
+    (tmp_path / "some-gpu-dense_attention.json").write_text(json.dumps([ours, package]))
+    assert tables.executed(tmp_path).splitlines()[2:] == [
+        "| Some GPU | torch 2.11.0 | triton | dense_attention (bf16) |",
+        "| Some GPU | torch 2.11.0, flash-attn-4 4.0.0 | flash_attn_4 | dense_attention (bf16) |",
+    ]

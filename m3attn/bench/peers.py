@@ -72,6 +72,23 @@ class Peers:
         )
         return scores[..., : batch.num_blocks]
 
+    def index_decode_score(self, inputs: StepInputs, batch: PagedBatch) -> torch.Tensor:
+        """As `index_score`, by the kernel of decode; every request has the same number of queries, and no block is forced."""
+        step = inputs.step
+        scores = self.index_topk.minimax_m3_index_decode_score(
+            inputs.index_q,
+            inputs.cache.index_k,
+            batch.page_table,
+            batch.seq_lens,
+            step.seq_len,
+            0,
+            0,
+            inputs.heads.num_kv,
+            step.q_len,
+            step.q_len,
+        )
+        return scores[..., : batch.num_blocks]
+
     def select_blocks(self, scores: torch.Tensor, inputs: StepInputs, batch: PagedBatch) -> torch.Tensor:
         """[Hkv, T, K], best first."""
         return self.index_topk.minimax_m3_index_topk(scores, batch.cu_seqlens_q, inputs.prefix_lens, inputs.step.q_len, TOPK, 0, 1)

@@ -65,7 +65,7 @@ def _git(root: Path, *arguments: str) -> str:
 def versions() -> dict[str, str]:
     """Versions that decide a kernel's speed; a package that is not installed is left out."""
     found = {"m3attn": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "nvidia-cutlass-dsl"):
+    for package in ("triton", "nvidia-cutlass-dsl", "flash-attn-4"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -22,6 +22,8 @@ REGION = re.compile(r"(<!-- bench:(?P<stages>[^>]*?)-->\n).*?(<!-- end bench -->
 PLACE = ("heads", "shape", "mode", "selection")
 HEADLINE = {"index_topk": (None,), "sparse_attention": ("N", "R")}
 """The stages of that table and the selections that they are shown with."""
+PACKAGES = {"flash_attn_4": "flash-attn-4"}
+"""Implementations that are a package of their own."""
 SHAPES = {"P1": "prefill, 8,192 tokens", "P3": "8,192 more behind 122,880", "B64xL131072": "decode, 64 requests of 131,072"}
 
 
@@ -33,7 +35,7 @@ def markdown(rows: Sequence[Row]) -> str:
     by_place = {(*(row[part] for part in PLACE), row["implementation"]): row for row in rows}
     shown = [i for i in range(len(PLACE)) if any(place[i] is not None for place in places)]
     lines = [
-        f"`{first['stage']}` on {first['gpu']}, commit {first['commit'][:12]}, {versions(first)}; in brackets the share of the floor.",
+        f"`{first['stage']}` on {first['gpu']}, commit {first['commit'][:12]}, {versions(*rows)}; in brackets the share of the floor.",
         "",
         _line([*(PLACE[i] for i in shown), "floor", *names]),
         _line(["---"] * len(shown) + ["---:"] * (1 + len(names))),
@@ -56,8 +58,10 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def versions(row: Row) -> str:
-    return ", ".join(f"{name} {version}" for name, version in row["versions"].items() if name in ("torch", "triton", "nvidia-cutlass-dsl"))
+def versions(*rows: Row) -> str:
+    """Of one machine's rows: the versions of what all of them may use, and of a package that one of them is by."""
+    named = {"torch", "triton", "nvidia-cutlass-dsl"} | {PACKAGES[row["implementation"]] for row in rows if row["implementation"] in PACKAGES}
+    return ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items() if name in named)
 
 
 def executed(folder: Path) -> str:

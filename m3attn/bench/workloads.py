@@ -149,7 +149,8 @@ def index_score(inputs: StepInputs, options: Options) -> Workload:
 
     peers: dict[str, SetCall] = {}
     if (theirs := options.peers) is not None and theirs.index_topk is not None:
-        peers[VLLM] = lambda i: theirs.index_score(inputs, inputs.batches[i])
+        score = theirs.index_decode_score if options.replay else theirs.index_score
+        peers[VLLM] = lambda i: score(inputs, inputs.batches[i])
     return Workload(score_cost(inputs, written=True), run, check, len(inputs.batches), (out,), peers, hide_unwritten)
 
 
@@ -179,7 +180,8 @@ def select_blocks(inputs: StepInputs, options: Options) -> Workload:
         return parity.check_ids(ids[:, sample.rows], expected)
 
     peers: dict[str, SetCall] = {}
-    if (theirs := options.peers) is not None and theirs.index_topk is not None:
+    # For decode they have no selection apart from the scores: `index_topk` is where the two are compared.
+    if (theirs := options.peers) is not None and theirs.index_topk is not None and not options.replay:
         peers[VLLM] = lambda i: theirs.select_blocks(scores, inputs, inputs.batches[i])
     return Workload(cost, run, check, len(inputs.batches), (out,), peers, ascending)
 
