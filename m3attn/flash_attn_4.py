@@ -42,10 +42,26 @@ def reasons(problem: Problem) -> Sequence[str]:
 
 
 def workspace_bytes(shape: WorkShape) -> int:
-    """Lengths and which are 0, offsets and pages, and the LSE with heads first: at most 4 bytes each."""
+    """Lengths and which are 0, offsets and pages, and the LSE with heads first: at most 4 bytes each.
+
+    Raises:
+        UnsupportedProblem: more than the limit.
+    """
     pages = 1 + shape.num_requests * (-(-shape.max_seqlen_k // PAGE_SIZE) + 1)
     counts = (shape.num_requests, shape.num_requests, shape.num_requests + 1, pages, shape.num_q_heads * shape.tokens)
-    return sum(-(-4 * count // 256) * 256 for count in counts)
+    needed = sum(-(-4 * count // 256) * 256 for count in counts)
+    if needed > shape.limit:
+        raise _unsupported(
+            f"workspace: flash_attn_4 needs {needed} bytes for {shape.tokens} tokens, {shape.num_requests} requests and {shape.max_seqlen_k} keys, "
+            f"more than the limit of {shape.limit}; m3attn.set_workspace_limit raises it, and triton takes less"
+        )
+    return needed
+
+
+def _unsupported(message: str) -> Exception:
+    from m3attn.choice import UnsupportedProblem  # which imports the table of implementations, and that this module
+
+    return UnsupportedProblem(message)
 
 
 def dense_attention(call: DenseAttentionCall) -> None:
@@ -110,9 +126,7 @@ def _check_alignment(name: str, tensor: torch.Tensor) -> None:
     """The package would copy what it cannot read in place, a whole pool among it."""
     step = ALIGNMENT // tensor.element_size()
     if tensor.data_ptr() % ALIGNMENT or any(stride % step for stride in tensor.stride()[:-1]):
-        from m3attn.choice import UnsupportedProblem  # which imports the table of implementations, and that this module
-
-        raise UnsupportedProblem(
+        raise _unsupported(
             f"{name}: expected rows that start at multiples of {ALIGNMENT} bytes for flash_attn_4, got strides {tensor.stride()} "
             f"from {tensor.data_ptr() % ALIGNMENT} bytes past one; triton takes any"
         )

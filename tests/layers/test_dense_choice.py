@@ -13,6 +13,7 @@ from oracle import CONFIG, make_cache
 import m3attn
 from m3attn import Capabilities, LayerCache, M3DenseAttention, PagedKVPool, PlanCapacity, Problem, StepPlan, UnsupportedProblem, flash_attn_4
 from m3attn.builtin import POWERS_16_TO_256, PRIORITIES, Rank
+from m3attn.workspace import DEFAULT_LIMIT
 
 M3_DENSE = Problem(arch="sm_90", num_q_heads=64, num_kv_heads=4, q_dtype="bf16")
 
@@ -109,6 +110,21 @@ def test_auto_takes_flash_attn_4_where_the_cache_is_declared(installed: None) ->
         assert chosen == {"prefill": prefill, "decode": "triton", "verify": "triton"}
     fp8 = m3attn.resolve_attention_mode(dataclasses.replace(M3_DENSE, zero_on_alloc=True), kv_cache_dtype="fp8")
     assert fp8.mode == "fp8" and fp8.implementations["dense_attention/prefill"] == "triton"
+
+
+def test_scratch_of_flash_attn_4_beyond_the_limit_is_declined(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name with an error, by auto for the next one."""
+    monkeypatch.setenv("M3ATTN_ARCH", "sm_90")
+    shape = dict(tokens=8192, max_seqlen_q=8192, max_seqlen_k=8192, num_q_heads=64, num_kv_heads=4)
+    needed = m3attn.workspace_bytes("dense_attention", impl="flash_attn_4", **shape)
+    assert 8192 * 64 * 4 <= needed == m3attn.workspace_bytes("dense_attention", **shape)
+    m3attn.set_workspace_limit(1 << 20)
+    try:
+        with pytest.raises(UnsupportedProblem, match=rf"workspace: flash_attn_4 needs {needed} bytes for 8192 tokens, 1 requests and 8192 keys"):
+            m3attn.workspace_bytes("dense_attention", impl="flash_attn_4", **shape)
+        assert m3attn.workspace_bytes("dense_attention", **shape) == m3attn.workspace_bytes("dense_attention", impl="triton", **shape)
+    finally:
+        m3attn.set_workspace_limit(DEFAULT_LIMIT)
 
 
 def test_another_release_of_flash_attn_4_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
