@@ -14,12 +14,12 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 import torch
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from m3attn.batch import PagedBatch
 from m3attn.calls import IndexScoreCall, IndexTopkCall
-from m3attn.dsl_kernels import index_score_work
+from m3attn.dsl_kernels import index_score_work, row_maximum
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.index_score_work import (
     BLOCK,
@@ -34,6 +34,7 @@ from m3attn.dsl_kernels.index_score_work import (
     num_ctas,
     product_dtype,
 )
+from m3attn.dsl_kernels.row_maximum import INFINITY_BITS, over_columns
 
 CHUNK_BLOCKS = 512
 """Blocks of keys that all CTAs finish before any takes the next: 16 MiB of bf16 keys, a third of an H200's L2."""
@@ -98,13 +99,15 @@ class IndexScoreSm90(ScoreWork):
             arrive(q.empty)
             item += 1
             rows = (best, begin, end, first_row - row_begin, tokens, first_position, thread_row, scale)
+            # Blocks that every row sees to their ends.
+            whole = cutlass.min(cutlass.max(first_position + 1, 0) // BLOCK, end)
             block = begin
-            while block <= end - TURN_BLOCKS:
-                self.score(TURN_BLOCKS, mma, acc, rQ, rK, k, step, mOut, block, *rows)
+            while block <= whole - TURN_BLOCKS:
+                self.score(TURN_BLOCKS, False, mma, acc, rQ, rK, k, step, mOut, block, *rows)
                 block += TURN_BLOCKS
                 step += TURN_BLOCKS
             while block < end:
-                self.score(1, mma, acc, rQ, rK, k, step, mOut, block, *rows)
+                self.score(1, True, mma, acc, rQ, rK, k, step, mOut, block, *rows)
                 block += 1
                 step += 1
 
@@ -112,6 +115,7 @@ class IndexScoreSm90(ScoreWork):
     def score(
         self,
         count: cutlass.Constexpr[int],
+        masked: cutlass.Constexpr[bool],
         mma,
         acc,
         rQ,
@@ -140,34 +144,43 @@ class IndexScoreSm90(ScoreWork):
             if cutlass.const_expr(i > 0):
                 turn, half = (i - 1) // self.halves, (i - 1) % self.halves
                 warpgroup.wait_group(1 if i < products else 0)
-                self.take_maxima(acc[(i - 1) % 2], best, half, block + turn, first_position, thread_row)
                 if cutlass.const_expr(half == self.halves - 1):
                     arrive(k.empty + (step + turn) % k.stages)
+                self.take_maxima(acc[(i - 1) % 2], best, half, block + turn, masked, first_position, thread_row)
+                if cutlass.const_expr(half == self.halves - 1):
                     self.store(mOut, best, block + turn, begin, end, first_row, tokens, thread_row, scale)
 
     @cute.jit
-    def take_maxima(self, acc, best, half: cutlass.Constexpr[int], block, first_position, thread_row):
-        """A block's maxima of one half's rows; of every STORE_BLOCKS blocks a lane keeps its own."""
+    def take_maxima(self, acc, best, half: cutlass.Constexpr[int], block, masked: cutlass.Constexpr[bool], first_position, thread_row):
+        """A block's maxima of one half's rows. Of every STORE_BLOCKS blocks, two of a row's four lanes keep two each."""
         lane = cute.arch.lane_idx()
-        for i in cutlass.range_constexpr(2):
-            maximum = Float32(NEGATIVE_INFINITY)
-            if block * BLOCK + BLOCK - 1 > first_position:
+        maximum = Float32(NEGATIVE_INFINITY)
+        if cutlass.const_expr(masked):
+            rows = []
+            for i in cutlass.range_constexpr(2):
                 token, _ = self.token_and_head(thread_row, half * 64 + i * 8)
-                maximum = row_maximum(acc, i, first_position + token - block * BLOCK - lane % 4 * 2)
-            else:
-                maximum = row_maximum(acc, i)
-            maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, 1))
-            maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, 2))
-            best[half, i] = maximum if lane % 4 == block % STORE_BLOCKS else best[half, i]
+                rows.append(columns_of_row(acc, i, first_position + token - block * BLOCK - lane % 4 * 2))
+            maximum = float_maximum(*rows)
+        else:
+            rows = [columns_of_row(acc, i) for i in range(2)]
+            bits = one_of_two(*(over_columns([logit.bitcast(Int32) for logit in row], cutlass.max) for row in rows), cutlass.max)
+            maximum = bits.bitcast(Float32)
+            # Nothing but negative products in a row, or a NaN.
+            if cute.arch.vote_any_sync(Uint32(bits) > INFINITY_BITS):
+                maximum = float_maximum(*rows)
+        is_kept = (block >> 1) & 1 == (lane >> 1) & 1
+        for i in cutlass.range_constexpr(2):
+            best[half, i] = maximum if is_kept and block & 1 == i else best[half, i]
 
     @cute.jit
     def store(self, mOut, best, block, begin, end, first_row, tokens, thread_row, scale):
         """The kept maxima, once `block` is the last of its group or of the item."""
-        if block % STORE_BLOCKS == STORE_BLOCKS - 1 or block == end - 1:
-            column = block // STORE_BLOCKS * STORE_BLOCKS + cute.arch.lane_idx() % 4
+        if block & (STORE_BLOCKS - 1) == STORE_BLOCKS - 1 or block == end - 1:
+            lane = cute.arch.lane_idx()
             for half in cutlass.range_constexpr(self.halves):
+                token, head = self.token_and_head(thread_row + lane % 2 * 8, half * 64)
                 for i in cutlass.range_constexpr(2):
-                    token, head = self.token_and_head(thread_row, half * 64 + i * 8)
+                    column = (block & -STORE_BLOCKS) + (lane & 2) + i
                     if token < tokens and column >= begin and column <= block:
                         mOut[head, first_row + token, column] = best[half, i] * scale
 
@@ -192,26 +205,40 @@ def multiply(mma: cute.TiledMma, rQ: cute.Tensor, rK: cute.Tensor, acc: cute.Ten
 
 
 @cute.jit
-def row_maximum(acc: cute.Tensor, i: cutlass.Constexpr[int], last: Int32 | None = None):
-    """The maximum over the thread's columns of row i of its two, those past `last`, counted from the thread's first, left out. NaN is ignored.
+def columns_of_row(acc: cute.Tensor, i: cutlass.Constexpr[int], last: Int32 | None = None):
+    """The thread's columns of row i of its two; -inf for those past `last`, counted from the thread's first.
 
     Accumulators are never written: while another product runs, that would make the compiler wait for it.
     """
-    chains = [Float32(NEGATIVE_INFINITY) for _ in range(4)]
+    columns = []
     for n in cutlass.range_constexpr(BLOCK // 8):
         for j in cutlass.range_constexpr(2):
             logit = acc[(j, i, n), 0, 0]
             if cutlass.const_expr(last is not None):
                 logit = logit if n * 8 + j <= last else Float32(NEGATIVE_INFINITY)
-            chains[n % 4] = cute.arch.fmax(chains[n % 4], logit)
-    return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+            columns.append(logit)
+    return columns
+
+
+def float_maximum(*rows):
+    """NaN is ignored."""
+    return one_of_two(*(over_columns([Float32(NEGATIVE_INFINITY), *row], cute.arch.fmax) for row in rows), cute.arch.fmax)
+
+
+@cute.jit
+def one_of_two(upper, lower, maximum: cutlass.Constexpr):
+    """The maximum over a row's four lanes: of `upper` in even lanes, of `lower` in odd ones."""
+    is_odd = cute.arch.lane_idx() % 2 == 1
+    own, other = (lower, upper) if is_odd else (upper, lower)
+    own = maximum(own, cute.arch.shuffle_sync_bfly(other, 1))
+    return maximum(own, cute.arch.shuffle_sync_bfly(own, 2))
 
 
 def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     return IndexScoreSm90(variant), arguments(variant)
 
 
-KERNEL = CuteKernel("index_score_sm90", build, sources=[__file__, *index_score_work.SOURCES])
+KERNEL = CuteKernel("index_score_sm90", build, sources=[__file__, row_maximum.__file__, *index_score_work.SOURCES])
 
 
 def index_score(call: IndexScoreCall) -> None:

@@ -132,6 +132,21 @@ def test_nan_products_are_ignored_unless_all_are(scorer: Scorer) -> None:
     assert torch.allclose(scores[0, :70, :3], expected[0, :70, :3], rtol=1e-5, atol=1e-5)
 
 
+def test_blocks_of_negative_products_only(scorer: Scorer) -> None:
+    """On Hopper a maximum over integers, which orders negative floats the wrong way round, is found out and taken again."""
+    inputs = index_inputs(IndexCase(RAGGED, num_heads=1), "cpu")
+    inputs.index_q.abs_().add_(0.1)
+    pages = inputs.batch.page_table[0, :6].long()
+    keys = inputs.cache.index_k[pages]
+    keys[1:] = -keys[1:].abs() - 0.1
+    keys[3, 77] *= -1  # one positive product
+    keys[4] = 0
+    inputs.cache.index_k[pages] = keys
+    scores = scorer.run(inputs)
+    check(inputs, scores)
+    assert bool((scores[0, :70, [1, 2, 5]] < 0).all()) and bool((scores[0, :70, 3] > 0).all()) and not bool(scores[0, :70, 4].any())
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_wait_that_is_too_short_is_seen(order: str) -> None:
     inputs = index_inputs(IndexCase(RAGGED), "cpu")
