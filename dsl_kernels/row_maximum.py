@@ -25,7 +25,7 @@ def row_maxima(rows: Sequence[Sequence[Float32]]) -> tuple[Float32, ...]:
     `rows` holds the products in each of this thread's rows. They are read only: writing accumulators while another product runs makes the compiler
     wait for it. NaN is ignored; a row of nothing else has -inf.
     """
-    bits = over_lanes([over_columns([product.bitcast(Int32) for product in products], cutlass.max) for products in rows], cutlass.max)
+    bits = bits_row_maxima(rows)
     maxima = cute.make_rmem_tensor(len(rows), Float32)
     is_wrong = cutlass.Boolean(False)
     for r in cutlass.range_constexpr(len(rows)):
@@ -37,6 +37,11 @@ def row_maxima(rows: Sequence[Sequence[Float32]]) -> tuple[Float32, ...]:
         for r in cutlass.range_constexpr(len(rows)):
             maxima[r] = floats[r]
     return tuple(maxima[r] for r in range(len(rows)))
+
+
+def bits_row_maxima(rows: Sequence[Sequence[Float32]]) -> tuple[Int32, ...]:
+    """The maxima of the products' bits: a negative one is not that of the products, nor is one beyond infinity's."""
+    return tuple(over_lanes([over_columns([product.bitcast(Int32) for product in products], cutlass.max) for products in rows], cutlass.max))
 
 
 def float_row_maxima(rows: Sequence[Sequence[Float32]]) -> tuple[Float32, ...]:

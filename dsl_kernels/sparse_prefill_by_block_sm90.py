@@ -22,10 +22,11 @@ from cutlass.tensor_utils import LayoutEnum
 
 from m3attn.batch import PagedBatch
 from m3attn.calls import SparseAttentionCall
-from m3attn.dsl_kernels import block_lists_sm90, join_parts_sm90, sparse_prefill_sm90
+from m3attn.dsl_kernels import block_lists_sm90, join_parts_sm90, row_maximum, sparse_prefill_sm90
 from m3attn.dsl_kernels.block_lists_sm90 import ENTRY_BITS, Item, Row
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.join_parts_sm90 import UNIT_ROWS, JoinParts
+from m3attn.dsl_kernels.row_maximum import row_maxima
 from m3attn.dsl_kernels.sparse_prefill_sm90 import (
     BLOCK,
     DTYPES,
@@ -473,8 +474,9 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                 limit -= cute.arch.lane_idx() % 4 * 2
                 for i in cutlass.range_constexpr(BLOCK // 4):
                     products[r, i] = products[r, i] if i // 2 * 8 + i % 2 < limit else -Float32.inf
-            row = products[r, None].load()
-            peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4)
+        peaks = row_maxima([[products[r, i] for i in range(BLOCK // 4)] for r in range(2)])
+        for r in cutlass.range_constexpr(2):
+            peak, row = peaks[r], products[r, None].load()
             shift = Float32(0.0) if peak == -Float32.inf else peak * scale_log2
             weights = cute.math.exp2(row * scale_log2 - shift, fastmath=True)
             total = cute.arch.warp_reduction_sum(weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0), threads_in_group=4)
@@ -548,7 +550,7 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
 KERNEL = CuteKernel(
     "sparse_prefill_by_block_sm90",
     build,
-    sources=[__file__, sparse_prefill_sm90.__file__, block_lists_sm90.__file__, join_parts_sm90.__file__],
+    sources=[__file__, sparse_prefill_sm90.__file__, row_maximum.__file__, block_lists_sm90.__file__, join_parts_sm90.__file__],
 )
 
 MIN_ROWS = 2048

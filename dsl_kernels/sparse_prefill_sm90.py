@@ -25,7 +25,9 @@ from cutlass.tensor_utils import LayoutEnum
 
 from m3attn.batch import PagedBatch
 from m3attn.calls import SparseAttentionCall
+from m3attn.dsl_kernels import row_maximum
 from m3attn.dsl_kernels.common.kernels import CuteKernel
+from m3attn.dsl_kernels.row_maximum import float_row_maxima, row_maxima
 from m3attn.dtypes import dtype_name
 
 BLOCK = 128
@@ -985,18 +987,20 @@ class SparsePrefillSm90:
         """One step of the softmax, for the rows whose token selected the block; returns what the output so far is to be multiplied by, [2]."""
         products = self.by_row(rS)
         rescale = cute.make_rmem_tensor(2, Float32)
+        members = tuple((bits & rows.token_bit[r]) != 0 for r in range(2))
         for r in cutlass.range_constexpr(2):
-            is_member = (bits & rows.token_bit[r]) != 0
             if const_expr(self.variant.negative_scale):
                 products[r, None].store(-products[r, None].load())
             if const_expr(masked):
                 limit = rows.visible[r] - block * BLOCK - cute.arch.lane_idx() % 4 * 2
-                limit = limit if is_member else Int32(0)
+                limit = limit if members[r] else Int32(0)
                 for i in cutlass.range_constexpr(BLOCK // 4):
                     column = i // 2 * 8 + i % 2
                     products[r, i] = products[r, i] if column < limit else -Float32.inf
-            row = products[r, None].load()
-            peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4)
+        values = [[products[r, i] for i in range(BLOCK // 4)] for r in range(2)]
+        peaks = float_row_maxima(values) if const_expr(masked) else row_maxima(values)
+        for r in cutlass.range_constexpr(2):
+            is_member, peak, row = members[r], peaks[r], products[r, None].load()
             old_max = row_max[r]
             new_max = cute.arch.fmax(old_max, peak)
             if const_expr(masked):
@@ -1164,7 +1168,7 @@ def fake_arguments(kernel: SparsePrefillSm90) -> tuple[Any, ...]:
     )
 
 
-KERNEL = CuteKernel("sparse_prefill_sm90", build, sources=[__file__])
+KERNEL = CuteKernel("sparse_prefill_sm90", build, sources=[__file__, row_maximum.__file__])
 
 
 def sparse_prefill(

@@ -85,6 +85,27 @@ def test_a_negative_scale(prefill: Prefill) -> None:
     prefill.check(attention_inputs(BASE, "cpu"), sm_scale=-0.2)
 
 
+@pytest.mark.parametrize("sm_scale", [None, 4.0])
+def test_rows_without_a_product_above_zero(sm_scale: float | None) -> None:
+    """Every second head: the order of their products is not that of the bits."""
+    inputs = attention_inputs(replace(BASE, step=LONG, topk=8), "cpu")
+    k, _ = inputs.cache.key_value()
+    k.copy_(-k.abs())
+    inputs.q.abs_()
+    inputs.q[:, ::2].neg_()
+    SM90.check(inputs, sm_scale=sm_scale)
+
+
+def test_a_query_of_nan_touches_no_other() -> None:
+    inputs = attention_inputs(replace(BASE, step=LONG, topk=8), "cpu")
+    expected = SM90.attend(call_of(inputs), "eager")
+    inputs.q[5, 3, 7] = float("nan")
+    out, lse = SM90.attend(call_of(inputs), "eager")
+    assert out[5, 3].isnan().all()
+    out[5, 3], lse[5, 3] = expected[0][5, 3], expected[1][5, 3]
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
 def test_a_scale_of_zero(prefill: Prefill) -> None:
     """The mean of the values: products of keys out of sight are infinite, and times 0 they would be NaN."""
     prefill.check(attention_inputs(BASE, "cpu"), sm_scale=0.0)
