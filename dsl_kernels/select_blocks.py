@@ -425,13 +425,13 @@ lanes_override: int | None = None
 
 
 def lanes_of_row(rows: int, num_blocks: int) -> int:
-    """Few lanes merge little: a row of 256 blocks takes 304 instructions of a warp with 4, 349 with 8, any row 1,100 with all 32. But a warp of 8
-    rows is 8 times as long, so that it takes many rows to fill a GPU with such, and on long rows a whole warp's short cut does as well."""
+    """Few lanes merge little, but a warp of many rows takes long: where rows are longer, too long for what runs beside and after it. On long rows a
+    whole warp's short cut does as well."""
     if lanes_override is not None:
         return lanes_override
     if num_blocks > 512 or (num_blocks > 128 and rows < 4096):
         return 32
-    return 8 if rows < 16384 else 4
+    return 4 if num_blocks <= 128 and rows >= 16384 else 8
 
 
 def select_blocks(call: SelectBlocksCall) -> None:
