@@ -25,14 +25,17 @@ class Rank:
 
     Attributes:
         mixed_index: only where index queries and index keys differ in type.
+        archs: None: any that it runs on.
     """
 
     key: str
     phases: tuple[str, ...] = ("prefill", "decode", "verify")
     mixed_index: bool = False
+    archs: tuple[str, ...] | None = None
 
     def covers(self, problem: Problem) -> bool:
-        return problem.phase in self.phases and not (self.mixed_index and problem.index_q_dtype == problem.index_dtype)
+        is_index = not self.mixed_index or problem.index_q_dtype != problem.index_dtype
+        return is_index and problem.phase in self.phases and (self.archs is None or problem.arch in self.archs)
 
 
 _INDEX_RANKS = (Rank("cute_sm90", ("prefill",)), Rank("cute_sm90", ("decode", "verify"), mixed_index=True), Rank("triton"), Rank("reference"))
@@ -44,7 +47,7 @@ PRIORITIES: dict[str, tuple[Rank, ...]] = {
     "select_blocks": (Rank("cute_sm90", ("prefill",)), Rank("triton"), Rank("reference")),
     "index_topk": _INDEX_RANKS,
     "sparse_attention": (Rank("cute_sm90"), Rank("triton_union", ("prefill",)), Rank("triton"), Rank("reference")),
-    "dense_attention": (Rank("triton"), Rank("reference")),
+    "dense_attention": (Rank("flash_attn_4", ("prefill",), archs=("sm_90",)), Rank("triton"), Rank("reference")),
     "merge_attention_states": (Rank("triton"), Rank("reference")),
     "quantize_fp8": (Rank("triton"), Rank("reference")),
     "mla_rope_quantize": (Rank("triton"), Rank("reference")),

@@ -12,7 +12,7 @@ from oracle import CONFIG, make_cache
 
 import m3attn
 from m3attn import Capabilities, LayerCache, M3DenseAttention, PagedKVPool, PlanCapacity, Problem, StepPlan, UnsupportedProblem, flash_attn_4
-from m3attn.builtin import POWERS_16_TO_256, PRIORITIES, Rank
+from m3attn.builtin import POWERS_16_TO_256
 from m3attn.workspace import DEFAULT_LIMIT
 
 M3_DENSE = Problem(arch="sm_90", num_q_heads=64, num_kv_heads=4, q_dtype="bf16")
@@ -77,9 +77,8 @@ def test_pools_declare_what_they_zero() -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn-4 counts as installed and comes first for prefill."""
+    """flash-attn-4 counts as installed."""
     monkeypatch.setattr(flash_attn_4, "installed", lambda: flash_attn_4.RELEASE)
-    monkeypatch.setitem(PRIORITIES, "dense_attention", (Rank("flash_attn_4", ("prefill",)), Rank("triton"), Rank("reference")))
 
 
 @pytest.mark.parametrize(
@@ -103,11 +102,17 @@ def test_what_flash_attn_4_declines(change: dict[str, Any], reason: str, install
     assert chosen != "flash_attn_4"
 
 
-def test_auto_takes_flash_attn_4_where_the_cache_is_declared(installed: None) -> None:
-    for declared, prefill in ((True, "flash_attn_4"), (False, "triton")):
-        mode = m3attn.resolve_attention_mode(dataclasses.replace(M3_DENSE, zero_on_alloc=declared))
-        chosen = {phase: mode.implementations[f"dense_attention/{phase}"] for phase in ("prefill", "decode", "verify")}
-        assert chosen == {"prefill": prefill, "decode": "triton", "verify": "triton"}
+@pytest.mark.parametrize(
+    ("declared", "arch", "prefill"),
+    [(True, "sm_90", "flash_attn_4"), (False, "sm_90", "triton"), (True, "sm_100", "triton"), (True, "sm_80", "triton")],
+)
+def test_auto_takes_flash_attn_4_where_it_was_faster_and_the_cache_is_declared(declared: bool, arch: str, prefill: str, installed: None) -> None:
+    mode = m3attn.resolve_attention_mode(dataclasses.replace(M3_DENSE, zero_on_alloc=declared, arch=arch))
+    chosen = {phase: mode.implementations[f"dense_attention/{phase}"] for phase in ("prefill", "decode", "verify")}
+    assert chosen == {"prefill": prefill, "decode": "triton", "verify": "triton"}
+
+
+def test_auto_takes_triton_over_an_fp8_cache(installed: None) -> None:
     fp8 = m3attn.resolve_attention_mode(dataclasses.replace(M3_DENSE, zero_on_alloc=True), kv_cache_dtype="fp8")
     assert fp8.mode == "fp8" and fp8.implementations["dense_attention/prefill"] == "triton"
 
