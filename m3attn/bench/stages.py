@@ -86,7 +86,7 @@ SIZE_STAGES: dict[str, SizeStage] = {
     ),
     "sparse_mla_prefill": SizeStage(
         mla.sparse_mla_prefill,
-        ("1x8192x2048", "64x8192x2048", "1024x8192x2048", "4096x8192x2048", "4096x65536x2048", "4096x8192x1024", "4096x8192x512"),
+        tuple(f"{queries}x{rest}" for rest in ("8192x2048", "65536x2048", "8192x1024", "8192x512") for queries in (1, 64, 1024, 4096)),
         ("bf16", "fp8"),
         rank=3,
         heads=(Heads(128, 1), Heads(64, 1)),
