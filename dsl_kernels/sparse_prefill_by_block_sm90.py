@@ -443,11 +443,12 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
             parts = tuple(cute.arch.make_warp_uniform(places.sPicks[Pick.PART, picks[r], stage]) for r in range(2))
             visible = tuple(cute.arch.make_warp_uniform(places.sPicks[Pick.VISIBLE, picks[r], stage]) for r in range(2))
             warpgroup.wait_group(0)
-            factors, logsums = self.weigh_block(rS, visible, block, scale_log2)
+            shifts, sums = self.weigh_block(rS, visible, block, scale_log2)
             # An accumulator's elements and those of a 16-bit first operand stand in the same order.
             flat_p, flat_s = (cute.make_tensor(x.iterator, cute.make_layout(cute.size(x))) for x in (rP, rS))
             flat_p.store(flat_s.load().to(self.v_dtype))
             self.multiply(pv_mma, rO, rP, tOrV[None, None, None, stage], accumulate=False)
+            factors, logsums = self.normalize(shifts, sums)
             warpgroup.wait_group(0)
             batches.release(batch)
             self.write_parts(mPartOut, mPartLse, rO, factors, logsums, parts, unit)
@@ -463,9 +464,9 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
 
     @cute.jit
     def weigh_block(self, rS: cute.Tensor, visible, block: Int32, scale_log2: Float32):
-        """Products [64, 128] become weights; returns what the output is to be multiplied by, [2], and its LSE in base 2, [2]."""
+        """Products [64, 128] become weights; returns the exponents that they are relative to, [2], and the sums of this thread's columns, [2]."""
         products = self.by_row(rS)
-        factors, logsums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        shifts, sums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             if const_expr(self.variant.negative_scale):
                 products[r, None].store(-products[r, None].load())
@@ -476,13 +477,20 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
                     products[r, i] = products[r, i] if i // 2 * 8 + i % 2 < limit else -Float32.inf
         peaks = row_maxima([[products[r, i] for i in range(BLOCK // 4)] for r in range(2)])
         for r in cutlass.range_constexpr(2):
-            peak, row = peaks[r], products[r, None].load()
-            shift = Float32(0.0) if peak == -Float32.inf else peak * scale_log2
-            weights = cute.math.exp2(row * scale_log2 - shift, fastmath=True)
-            total = cute.arch.warp_reduction_sum(weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0), threads_in_group=4)
+            shifts[r] = Float32(0.0) if peaks[r] == -Float32.inf else peaks[r] * scale_log2
+            weights = cute.math.exp2(products[r, None].load() * scale_log2 - shifts[r], fastmath=True)
+            sums[r] = weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             products[r, None].store(weights)
+        return shifts, sums
+
+    @cute.jit
+    def normalize(self, shifts: cute.Tensor, sums: cute.Tensor):
+        """What the output is to be multiplied by, [2], and its LSE in base 2, [2]."""
+        factors, logsums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4)
             factors[r] = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
-            logsums[r] = shift + cute.math.log2(total, fastmath=True)
+            logsums[r] = shifts[r] + cute.math.log2(total, fastmath=True)
         return factors, logsums
 
     @cute.jit

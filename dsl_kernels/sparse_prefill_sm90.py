@@ -19,6 +19,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90_utils
 import torch
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass._mlir.dialects import math as mlir_math
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
@@ -27,11 +28,13 @@ from m3attn.batch import PagedBatch
 from m3attn.calls import SparseAttentionCall
 from m3attn.dsl_kernels import row_maximum
 from m3attn.dsl_kernels.common.kernels import CuteKernel
-from m3attn.dsl_kernels.row_maximum import float_row_maxima, row_maxima
+from m3attn.dsl_kernels.row_maximum import bits_row_maxima, float_row_maxima
 from m3attn.dtypes import dtype_name
 
 BLOCK = 128
 """Keys of a block, which is a page."""
+PAIRS = BLOCK // 8
+"""Pairs of columns that a thread holds of a row of products."""
 HALF_ROWS = 64
 """Rows of one warpgroup's matrix instruction."""
 WARPGROUP = 128
@@ -49,6 +52,10 @@ MAX_TILE_IDS = 512
 LAZY_LOG2 = 8.0
 """A row's weights stay relative to an older maximum, and its output so far as it is, until the maximum has grown by this in base 2. So weights reach
 2 ** 8 and fp16 takes 2 ** 15; relative to a smaller maximum they are larger, and no more of them fall below what 16 bits hold."""
+LAST_PAIRS = 2
+"""Pairs of a row's weights that are left for when the last block's product with values is done: converting the others hides behind them."""
+ENTRY_PAIRS = 2
+"""Pairs before those, behind which the reading of the next entry hides."""
 NO_BLOCK = -1
 NO_LIMIT = (1 << 31) - 1
 NO_POSITION = -(1 << 30)
@@ -159,6 +166,9 @@ class Ring:
     def wait_full(self, count):
         cute.arch.mbarrier_wait(self.full + self.stage(count), self.parity(count))
 
+    def is_full(self, count):
+        return cute.arch.mbarrier_test_wait(self.full + self.stage(count), self.parity(count))
+
     def wait_empty(self, count):
         cute.arch.mbarrier_wait(self.empty + self.stage(count), self.parity(count) ^ 1)
 
@@ -216,6 +226,22 @@ class Attended:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """A block's products on their way to weights: a thread's two rows of 32 columns."""
+
+    products: Any  # [2, 32]: weights, from pair `first_pairs` on
+    scale_log2: Any
+    shifts: Any  # [2]: what exponents are relative to
+    totals: Any  # [2]: sums of the weights so far
+    rescale: Any  # [2]: what the sum and the output of the blocks before are to be multiplied by
+    first: Any  # the weights of the first pairs, in the order of accumulators
+
+    @classmethod
+    def of(cls, products, scale_log2, first_pairs):
+        return cls(products, scale_log2, *(cute.make_rmem_tensor(size, Float32) for size in (2, 2, 2, 4 * first_pairs)))
+
+
+@dataclass(frozen=True)
 class Rows:
     """The two rows of a half that a thread holds of accumulators, and what belongs to them in this tile."""
 
@@ -238,6 +264,8 @@ class SparsePrefillSm90:
         self.row_bytes = self.head_dim * max(self.qk_dtype.width, self.out_dtype.width) // 8
         ids = self.tile.ids_per_lane
         self.consumer_registers, self.producer_registers = (240, 24) if ids <= 4 else (232, 40) if ids <= 8 else (224, 56)
+        # Pairs of a row's weights that are begun before the block's maximum is known: they need registers beside the products.
+        self.first_pairs = 5 if ids <= 4 else 3 if ids <= 8 else 2
 
     @cute.jit
     def __call__(
@@ -394,8 +422,8 @@ class SparsePrefillSm90:
         return Shared(sK, sV, sRows, sEntry, keys, values, entries, merged, barriers + 3 * ENTRIES)
 
     def own(self, smem):
-        """Shared memory that only this architecture needs: words of each consumer thread, [threads, 2]."""
-        return smem.allocate_tensor(Float32, cute.make_layout((2 * WARPGROUP, 2)), 16)
+        """Shared memory that only this architecture needs: a word of each consumer thread."""
+        return smem.allocate_tensor(Float32, cute.make_layout(2 * WARPGROUP), 16)
 
     @cute.jit
     def set_up(self, warp: Int32, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, shared: Shared, own: cute.Tensor):
@@ -754,8 +782,8 @@ class SparsePrefillSm90:
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
 
-        sWords[half * WARPGROUP + thread, 0] = scale_log2
-        own_words = sWords[half * WARPGROUP + thread, None].iterator
+        sWords[half * WARPGROUP + thread] = scale_log2
+        own_word = sWords.iterator + half * WARPGROUP + thread
         rChunks = self.query_chunks()
         count = Int32(0)
         shared.entries.wait_full(count)
@@ -782,34 +810,51 @@ class SparsePrefillSm90:
             pending = Int32(0)  # the block whose weights stand in rP and have not met its values
             count, block, bits, end, found = self.seek(shared, half_tokens, count, NO_LIMIT, Int32(0), Int32(0), Int32(MORE))
             while found or end == MORE:
-                if found and is_pending and block < whole_blocks:
-                    keys.wait_full(count)
-                    rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
-                    self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
-                    warpgroup.wait_group(1)
-                    keys.release(count)
-                    # ptxas moves both across arithmetic: freeing keys to after the softmax, and waiting for values to before it. A scale read from
-                    # shared memory after the one, and sums stored before the other, keep them in their places.
-                    block_scale = cute.arch.load(own_words.llvm_ptr, Float32, sem="relaxed", scope="cta", ss="cta")
-                    rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, block_scale, masked=False)
-                    sWords[half * WARPGROUP + thread, 1] = row_sum[0] + row_sum[1]
-                    # While the product with the values may still run: the next ones, and the next entry.
-                    self.await_values(shared, count)
-                    next_block, next_bits, next_end = self.read_entry(shared, count + 1)
-                    warpgroup.wait_group(0)
-                    values.release(pending)
-                    pending = count
-                    count += 1
-                    found = Boolean(False)
-                    if end == MORE:
-                        shared.entries.release(count)
-                        block, bits, end = next_block, next_bits, next_end
-                        found = (bits & half_tokens) != 0
-                        count += 0 if found else 1
-                    if not found:
-                        count, block, bits, end, found = self.seek(shared, half_tokens, count, self.limit(pending), block, bits, end)
-                    self.take_weights(rS, rP, rO, rescale)
+                goes_on = found and is_pending and block < whole_blocks
+                if goes_on:
+                    key_stage, keys_came = keys.stage(count), Boolean(False)
+                    while goes_on:
+                        if not keys_came:
+                            keys.wait_full(count)
+                        rS = self.multiply_keys(qk_mma, tSrQ, tSrK, key_stage)
+                        values.wait_full(pending)
+                        self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
+                        warpgroup.wait_group(1)
+                        keys.release(count)
+                        # ptxas moves freeing keys down; a scale that is read from shared memory behind it, and not needed until then, holds it.
+                        block_scale = cute.arch.load(own_word.llvm_ptr, Float32, sem="relaxed", scope="cta", ss="cta")
+                        weights = Weights.of(self.by_row(rS), block_scale, self.first_pairs)
+                        moves = self.begin_weights(weights, row_max, rows, bits)
+                        next_count = count + 1
+                        is_announced = shared.entries.is_full(next_count)
+                        self.weigh(weights, self.first_pairs, PAIRS - LAST_PAIRS - ENTRY_PAIRS)
+                        if not is_announced:
+                            shared.entries.wait_full(next_count)
+                        next_block, next_bits, next_end = self.read_entry(shared, next_count)
+                        key_stage, keys_came = keys.stage(next_count), keys.is_full(next_count)
+                        self.weigh(weights, PAIRS - LAST_PAIRS - ENTRY_PAIRS, PAIRS - LAST_PAIRS)
+                        found = end == MORE and (next_bits & half_tokens) != 0
+                        goes_on = found and next_block < whole_blocks
+                        multiplied, pending, count = pending, count, next_count
+                        if end == MORE:
+                            shared.entries.release(next_count)
+                            block, bits, end = next_block, next_bits, next_end
+                            count += 0 if found else 1
+                        warpgroup.wait_group(0)
+                        values.release(multiplied)
+                        if not found:
+                            count, block, bits, end, found = self.seek(shared, half_tokens, count, self.limit(pending), block, bits, end)
+                            goes_on = found and block < whole_blocks
+                            key_stage, keys_came = keys.stage(count), Boolean(False)
+                        if moves:
+                            self.rescale(rO, weights.rescale)
+                        self.weigh(weights, PAIRS - LAST_PAIRS, PAIRS)
+                        for r in cutlass.range_constexpr(2):
+                            row_sum[r] = row_sum[r] * weights.rescale[r] + weights.totals[r]
+                        self.take_weights(rP, weights.first.iterator, 0, self.first_pairs)
+                        self.take_weights(rP, rS.iterator + 4 * self.first_pairs, self.first_pairs, PAIRS)
                 elif is_pending:
+                    values.wait_full(pending)
                     self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
                     warpgroup.wait_group(0)
                     values.release(pending)
@@ -821,20 +866,24 @@ class SparsePrefillSm90:
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, keys.stage(count))
                     warpgroup.wait_group(0)
                     keys.release(count)
-                    rescale = self.weigh(rS, row_max, row_sum, rows, bits, block, scale_log2, masked=True)
-                    self.await_values(shared, count)
+                    rescale = self.weigh_masked(rS, row_max, row_sum, rows, bits, block, scale_log2)
+                    shared.entries.wait_full(count + 1)
                     pending, is_pending = count, Boolean(True)
                     count, block, bits, end, found = self.seek(shared, half_tokens, count + 1, self.limit(pending), block, bits, end)
-                    self.take_weights(rS, rP, rO, rescale)
+                    self.take_weights(rP, rS.iterator, 0, PAIRS)
+                    if cute.arch.vote_any_sync(rescale[0] != 1.0 or rescale[1] != 1.0):
+                        self.rescale(rO, rescale)
 
             has_tiles = end != ALL_ENDS
             done_head, done_row, done_end = kv_head, first_row, end_row
             # The next tile's queries come while the last product runs.
+            rChunks = self.query_chunks()
             if has_tiles:
                 shared.entries.wait_full(count)
                 kv_head, first_row, end_row, first_position, seq_len = self.read_place(shared, count)
                 self.read_queries(attended.q, rChunks, half, kv_head, first_row, end_row)
             if is_pending:
+                values.wait_full(pending)
                 self.multiply_values(pv_mma, rO, rP, tOrV, values.stage(pending))
                 warpgroup.wait_group(0)
                 values.release(pending)
@@ -844,11 +893,6 @@ class SparsePrefillSm90:
                 self.store_queries(rChunks, half_pointer)
                 self.sync_half(half)
             self.write_output(attended.out, attended.lse, rDone, logsums, rows, is_row, half, done_head, done_row, done_end)
-
-    def await_values(self, shared, count):
-        """By way of the next entry, with which they are announced; behind the last block comes one without words."""
-        shared.entries.wait_full(count + 1)
-        shared.values.wait_full(count)
 
     def limit(self, pending):
         """Where to stop looking for the next block while one is pending: its values hold a stage, and loads stop as many blocks on. One of these may
@@ -973,7 +1017,65 @@ class SparsePrefillSm90:
         return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, columns)), stride=(2, (1, 4))))
 
     @cute.jit
-    def weigh(
+    def begin_weights(self, weights: Weights, row_max: cute.Tensor, rows: Rows, bits: Int32):
+        """The first part of a step of the softmax over a block that the half's tokens see to its end, for the rows whose token selected it. Returns
+        whether a row of the warp has a new maximum.
+
+        A block's maximum takes as long as dozens of weights. They are relative to the maximum so far unless the block's is larger by LAZY_LOG2, which
+        is seldom, so the first ones do not wait for it.
+        """
+        products, scale_log2 = weights.products, weights.scale_log2
+        members = tuple((bits & rows.token_bit[r]) != 0 for r in range(2))
+        for r in cutlass.range_constexpr(2):
+            if const_expr(self.variant.negative_scale):
+                products[r, None].store(-products[r, None].load())
+            weights.rescale[r] = Float32(1.0)
+            weights.shifts[r] = row_max[r] * scale_log2 if members[r] else Float32.inf
+        values = [[products[r, i] for i in range(2 * PAIRS)] for r in range(2)]
+        self.weigh_first(weights, values)
+        greatest = bits_row_maxima(values)
+        grows = Boolean(False)
+        for r in cutlass.range_constexpr(2):
+            growth = (cute.arch.fmax(row_max[r], greatest[r].bitcast(Float32)) - row_max[r]) * scale_log2
+            # Without a product above zero, their bits say nothing of the maximum, beside that it is below one so far that is not negative.
+            is_unknown = (greatest[r] & row_max[r].bitcast(Int32)) < 0
+            grows = grows or (members[r] and (is_unknown or growth > LAZY_LOG2))
+        moves = cute.arch.vote_any_sync(grows)
+        if moves:
+            peaks = float_row_maxima(values)
+            for r in cutlass.range_constexpr(2):
+                new_max = cute.arch.fmax(row_max[r], peaks[r])
+                new_max = new_max if members[r] and (new_max - row_max[r]) * scale_log2 > LAZY_LOG2 else row_max[r]
+                weights.rescale[r] = cute.math.exp2((row_max[r] - new_max) * scale_log2, fastmath=True) if new_max != row_max[r] else Float32(1.0)
+                weights.shifts[r] = new_max * scale_log2 if members[r] else Float32.inf
+                row_max[r] = new_max
+            self.weigh_first(weights, values)
+        return moves
+
+    def weight(self, product, scale_log2, shift):
+        # In one instruction whatever the compiler makes of the same product where it is weighed anew.
+        exponent = mlir_math.fma(product.ir_value(), scale_log2.ir_value(), (-shift).ir_value())
+        return cute.math.exp2(Float32(exponent), fastmath=True)
+
+    def weigh_first(self, weights, values):
+        """Weights of the first pairs, apart from the products: these are still needed where a maximum moves."""
+        for r in range(2):
+            weights.totals[r] = Float32(0.0)
+            for i in range(2 * self.first_pairs):
+                weight = self.weight(values[r][i], weights.scale_log2, weights.shifts[r])
+                weights.first[i // 2 * 4 + r * 2 + i % 2] = weight
+                weights.totals[r] += weight
+
+    def weigh(self, weights, begin, end):
+        """Pairs [begin, end) of each row."""
+        for i in range(2 * begin, 2 * end):
+            for r in range(2):
+                weight = self.weight(weights.products[r, i], weights.scale_log2, weights.shifts[r])
+                weights.products[r, i] = weight
+                weights.totals[r] += weight
+
+    @cute.jit
+    def weigh_masked(
         self,
         rS: cute.Tensor,  # [64, 128] products, which become weights
         row_max: cute.Tensor,  # [2], of the products: what the weights so far are relative to
@@ -982,53 +1084,41 @@ class SparsePrefillSm90:
         bits: Int32,
         block: Int32,
         scale_log2: Float32,
-        masked: cutlass.Constexpr,  # a row sees keys up to its position; else all of the block
     ):
-        """One step of the softmax, for the rows whose token selected the block; returns what the output so far is to be multiplied by, [2]."""
+        """A step of the softmax where a row sees keys up to its position; returns what the output so far is to be multiplied by, [2]."""
         products = self.by_row(rS)
         rescale = cute.make_rmem_tensor(2, Float32)
-        members = tuple((bits & rows.token_bit[r]) != 0 for r in range(2))
         for r in cutlass.range_constexpr(2):
             if const_expr(self.variant.negative_scale):
                 products[r, None].store(-products[r, None].load())
-            if const_expr(masked):
-                limit = rows.visible[r] - block * BLOCK - cute.arch.lane_idx() % 4 * 2
-                limit = limit if members[r] else Int32(0)
-                for i in cutlass.range_constexpr(BLOCK // 4):
-                    column = i // 2 * 8 + i % 2
-                    products[r, i] = products[r, i] if column < limit else -Float32.inf
-        values = [[products[r, i] for i in range(BLOCK // 4)] for r in range(2)]
-        peaks = float_row_maxima(values) if const_expr(masked) else row_maxima(values)
+            limit = rows.visible[r] - block * BLOCK - cute.arch.lane_idx() % 4 * 2
+            limit = limit if (bits & rows.token_bit[r]) != 0 else Int32(0)
+            for i in cutlass.range_constexpr(BLOCK // 4):
+                column = i // 2 * 8 + i % 2
+                products[r, i] = products[r, i] if column < limit else -Float32.inf
+        peaks = float_row_maxima([[products[r, i] for i in range(BLOCK // 4)] for r in range(2)])
         for r in cutlass.range_constexpr(2):
-            is_member, peak, row = members[r], peaks[r], products[r, None].load()
-            old_max = row_max[r]
-            new_max = cute.arch.fmax(old_max, peak)
-            if const_expr(masked):
-                finite_max = Float32(0.0) if new_max == -Float32.inf else new_max
-                shift = finite_max * scale_log2
-                rescale[r] = cute.math.exp2((old_max - finite_max) * scale_log2, fastmath=True)
-            else:
-                moves = is_member and (new_max - old_max) * scale_log2 > LAZY_LOG2
-                new_max = new_max if moves else old_max
-                shift = new_max * scale_log2 if is_member else Float32.inf
-                rescale[r] = cute.math.exp2((old_max - new_max) * scale_log2, fastmath=True) if moves else Float32(1.0)
-            weights = cute.math.exp2(row * scale_log2 - shift, fastmath=True)
+            row = products[r, None].load()
+            new_max = cute.arch.fmax(row_max[r], peaks[r])
+            finite_max = Float32(0.0) if new_max == -Float32.inf else new_max
+            rescale[r] = cute.math.exp2((row_max[r] - finite_max) * scale_log2, fastmath=True)
+            weights = cute.math.exp2(row * scale_log2 - finite_max * scale_log2, fastmath=True)
             row_max[r] = new_max
             row_sum[r] = row_sum[r] * rescale[r] + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             products[r, None].store(weights)
         return rescale
 
-    @cute.jit
-    def take_weights(self, rS: cute.Tensor, rP: cute.Tensor, rO: cute.Tensor, rescale: cute.Tensor):
-        """The weights to where the next product reads them, and the output so far under the new maximum, if a row of the warp has one."""
+    def take_weights(self, rP, weights, begin, end):
+        """Pairs [begin, end) of each row from `weights`, a pointer, to where the next product reads them."""
         # An accumulator's elements and those of a 16-bit first operand stand in the same order.
-        flat_p = cute.make_tensor(rP.iterator, cute.make_layout(cute.size(rP)))
-        flat_s = cute.make_tensor(rS.iterator, cute.make_layout(cute.size(rS)))
-        flat_p.store(flat_s.load().to(self.v_dtype))
-        if cute.arch.vote_any_sync(rescale[0] != 1.0 or rescale[1] != 1.0):
-            output = self.by_row(rO)
-            for r in cutlass.range_constexpr(2):
-                output[r, None].store(output[r, None].load() * rescale[r])
+        size = cute.make_layout(4 * (end - begin))
+        cute.make_tensor(rP.iterator + 4 * begin, size).store(cute.make_tensor(weights, size).load().to(self.v_dtype))
+
+    def rescale(self, rO, factors):
+        """The output so far under new maxima."""
+        output = self.by_row(rO)
+        for r in range(2):
+            output[r, None].store(output[r, None].load() * factors[r])
 
     @cute.jit
     def finish(
