@@ -41,7 +41,11 @@ WARP_TOKENS = TOKENS // 4
 VALUE_STAGES = 2
 LAG = 8.0
 """How far, base 2, a row's maximum may outgrow what its 16-bit weights are relative to before outputs are rescaled, which they then seldom are."""
+FALL = 16.0
+"""How far, base 2, what a row's e4m3 weights are relative to may fall below the row's maximum, so that sums stay in range."""
 MERGE_THREADS = 128
+LOWEST = -torch.finfo(torch.float32).max
+"""Of a row without a token: unlike -inf it can be subtracted from itself, and from it."""
 WEIGHT_BITS_E4M3 = 8
 """Weights of at most 1 lose less in e4m3 above its denormals: they are scaled by two to this power."""
 COLUMNS = 32
@@ -84,7 +88,6 @@ class SparseMlaSm90:
         self.stages = 3 if self.transposes else 2
         self.line_chunks = LINE * self.dtype.width // 128  # copies of 16 bytes that make a line of a token
         self.copied_tokens = 32 // self.line_chunks  # by a warp at once
-        self.lag = 0.0 if self.transposes else LAG
         self.weight_bits = WEIGHT_BITS_E4M3 if self.transposes else 0
         self.consumer_registers, self.producer_registers = 224, 56
 
@@ -463,7 +466,7 @@ class SparseMlaSm90:
         tSrQ, tSrK, tOrP, tOrV = self.operands(qk_mma, pv_mma, sQ, sTiles, sValues, half)
         rO = cute.make_rmem_tensor(LATENT // 4, Float32)
         row_base = cute.make_rmem_tensor(2, Float32)
-        row_peak = cute.make_rmem_tensor(2, Float32) if self.lag else row_base
+        row_peak = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
         num_heads = mQ.shape[1]
         grid, _, _ = cute.arch.grid_dim()
@@ -474,8 +477,8 @@ class SparseMlaSm90:
             first_tile, end_tile, _ = self.tiles_of(mIndices, mLength, query, split, self.splits_of(mOut))
             tiles = end_tile - first_tile
             rO.fill(0.0)
-            row_base.fill(-Float32.inf)
-            row_peak.fill(-Float32.inf)
+            row_base.fill(LOWEST)
+            row_peak.fill(LOWEST)
             row_sum.fill(0.0)
             if tiles > 0:
                 queries.wait_full(query_count)
@@ -501,14 +504,14 @@ class SparseMlaSm90:
                     valid = self.release_keys(sValid, parts, count)
                     if tile + 2 >= tiles:
                         queries.release(query_count)
-                    before = self.follow(row_base, row_sum, sBase, count - 1, weights)
+                    before = self.follow(row_base, row_peak, row_sum, sBase, count - 1, weights)
                     rescale = self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2)
                     self.publish(rS, tOrP, row_base, sWeights, sBase, count, weights, half)
                     self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values, False)
                     self.release_values(parts, values, count - 1, half)
                 else:
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, ((LEFT,),))
-                    before = self.follow(row_base, row_sum, sBase, count - 1, weights)
+                    before = self.follow(row_base, row_peak, row_sum, sBase, count - 1, weights)
                     self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values, False)
                     # All of Q K^T is started before those values are given back: it is what the next weights wait for.
                     rS = self.multiply_keys(qk_mma, tSrQ, tSrK, count, parts, ((RIGHT, LAST),), rS)
@@ -525,7 +528,7 @@ class SparseMlaSm90:
             if half == 1 and tiles == 1:
                 queries.release(query_count)
             if tile == tiles:
-                before = self.follow(row_base, row_sum, sBase, first + tile - 1, weights)
+                before = self.follow(row_base, row_peak, row_sum, sBase, first + tile - 1, weights)
                 self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, first + tile - 1, weights, values, False)
                 self.release_values(parts, values, first + tile - 1, half)
             self.finish(
@@ -687,15 +690,25 @@ class SparseMlaSm90:
             row = logits[r, None].load()
             peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4) * scale
             old_base = row_base[r]
-            row_peak[r] = cute.arch.fmax(row_peak[r], peak)  # the base itself where nothing lags
-            new_base = peak if peak > old_base + self.lag else old_base
-            shift = Float32(0.0) if new_base == -Float32.inf else new_base
-            rescale[r] = cute.math.exp2(old_base - shift, fastmath=True)
-            tile_weights = cute.math.exp2(row * scale - (shift - self.weight_bits), fastmath=True)
+            if const_expr(self.transposes):
+                # The tile's own maximum: e4m3 holds its weight exactly, and those not far below it with the smallest error.
+                new_base = cute.arch.fmax(peak, row_peak[r] - FALL)
+            else:
+                new_base = peak if peak > old_base + LAG else old_base
+            row_peak[r] = cute.arch.fmax(row_peak[r], peak)
+            rescale[r] = cute.math.exp2(old_base - new_base, fastmath=True)
+            tile_weights = cute.math.exp2(row * scale - (new_base - self.weight_bits), fastmath=True)
             row_base[r] = new_base
-            row_sum[r] = row_sum[r] * rescale[r] + tile_weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             logits[r, None].store(tile_weights)
+            row_sum[r] = row_sum[r] * rescale[r] + self.total([logits[r, i] for i in range(TOKENS // 4)])
         return rescale
+
+    def total(self, values):
+        """By four sums side by side, which are done before the products begin that need the values' registers."""
+        sums = list(values[:4])
+        for i, value in enumerate(values[4:]):
+            sums[i % 4] += value
+        return sums[0] + sums[1] + (sums[2] + sums[3])
 
     @cute.jit
     def publish(
@@ -740,16 +753,17 @@ class SparseMlaSm90:
             cute.arch.mbarrier_arrive(weights.full + stage)
 
     @cute.jit
-    def follow(self, row_base: cute.Tensor, row_sum: cute.Tensor, sBase: cute.Tensor, count: Int32, weights: Ring):
+    def follow(self, row_base: cute.Tensor, row_peak: cute.Tensor, row_sum: cute.Tensor, sBase: cute.Tensor, count: Int32, weights: Ring):
         """Makes sums relative to the same as the other warpgroup's weights of a tile; returns what the output is to be multiplied by, [2]."""
         weights.wait_full(count)
         rescale = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             new_base = sBase[self.first_row_of_thread() + 8 * r, count % self.stages]
-            shift = Float32(0.0) if new_base == -Float32.inf else new_base
-            rescale[r] = cute.math.exp2(row_base[r] - shift, fastmath=True)
+            rescale[r] = cute.math.exp2(row_base[r] - new_base, fastmath=True)
             row_sum[r] *= rescale[r]
             row_base[r] = new_base
+            if const_expr(self.transposes):
+                row_peak[r] = cute.arch.fmax(row_peak[r], new_base)  # a tile with a new maximum has it for its base
         return rescale
 
     @cute.jit
@@ -814,7 +828,8 @@ class SparseMlaSm90:
             # Both warpgroups add in the same order.
             total = sRows[row, 0, 0, work_count % 2] + sRows[row, 0, 1, work_count % 2]
             has_tokens = total > 0.0
-            largest = cute.arch.fmax(sRows[row, 1, 0, work_count % 2], sRows[row, 1, 1, work_count % 2]) * LN2
+            largest = cute.arch.fmax(sRows[row, 1, 0, work_count % 2], sRows[row, 1, 1, work_count % 2])
+            largest = largest * LN2 if largest > LOWEST else -Float32.inf
             logsum = (row_base[r] + cute.math.log2(total, fastmath=True) - self.weight_bits) * LN2 if has_tokens else without_tokens
             factor = value_scale / total if has_tokens else Float32(0.0)
             if const_expr(mSink is not None and not self.variant.split):
