@@ -27,10 +27,10 @@ from m3attn.batch import LayerCache
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels import sparse_prefill_sm90
 from m3attn.dsl_kernels.sparse_attention_sm90 import sparse_attention, workspace_bytes
-from m3attn.dsl_kernels.sparse_prefill_sm90 import ENTRIES, KERNEL, Entry, tile_tokens
+from m3attn.dsl_kernels.sparse_prefill_sm90 import ENTRIES, Entry, tile_tokens
 from m3attn.dsl_kernels.variants import VARIANTS
 from m3attn.testing.cases import AttentionCase, Step
-from m3attn.testing.inputs import attention_inputs
+from m3attn.testing.inputs import AttentionInputs, attention_inputs
 from m3attn.workspace import WorkShape
 
 
@@ -85,15 +85,29 @@ def test_a_negative_scale(prefill: Prefill) -> None:
     prefill.check(attention_inputs(BASE, "cpu"), sm_scale=-0.2)
 
 
-@pytest.mark.parametrize("sm_scale", [None, 4.0])
-def test_rows_without_a_product_above_zero(sm_scale: float | None) -> None:
-    """Every second head: the order of their products is not that of the bits."""
+def without_a_product_above_zero() -> AttentionInputs:
+    """In every second head."""
     inputs = attention_inputs(replace(BASE, step=LONG, topk=8), "cpu")
     k, _ = inputs.cache.key_value()
     k.copy_(-k.abs())
     inputs.q.abs_()
     inputs.q[:, ::2].neg_()
-    SM90.check(inputs, sm_scale=sm_scale)
+    return inputs
+
+
+@pytest.mark.parametrize("sm_scale", [None, 40.0])
+def test_rows_without_a_product_above_zero(sm_scale: float | None) -> None:
+    """The order of their products is not that of the bits."""
+    SM90.check(without_a_product_above_zero(), sm_scale=sm_scale)
+
+
+def test_trust_in_the_bits_of_such_rows_shows() -> None:
+    edit = Replaced(r"(and\.b32\s+(%r\d+), %r\d+, %r\d+;\s+setp\.lt\.s32\s+%p\d+, \2, )0;", r"\g<1>-2147483648;")
+    inputs, sm_scale = without_a_product_above_zero(), 40.0
+    results = SM90.attend(call_of(inputs, sm_scale=sm_scale), "eager", edit)
+    assert edit.found_all
+    with pytest.raises(AssertionError):
+        SM90.bound(inputs, sm_scale).check(*results)
 
 
 def test_a_query_of_nan_touches_no_other() -> None:
@@ -194,20 +208,25 @@ def test_entries_have_a_word_each() -> None:
     assert sparse_prefill_sm90.MAX_TILE_TOKENS <= 32
 
 
-@pytest.mark.parametrize("name", ["sparse_prefill-bf16", "sparse_prefill-fp8"])
+KERNELS = ["sparse_prefill-bf16", "sparse_prefill-fp8", "sparse_prefill_by_block-bf16", "sparse_prefill_by_block-fp8"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_products_run_on_while_others_are_started(name: str) -> None:
-    """ptxas waits after every matrix instruction where it does not follow what becomes of their accumulators, and says nothing."""
-    _, variant = VARIANTS["sm_90"][name]
-    found = artifacts(KERNEL, variant, "sm_90")
+    """ptxas waits after every matrix instruction where it does not follow what becomes of their accumulators, and says nothing. Nor does it where it
+    takes maxima of two integers instead of three."""
+    kernel, variant = VARIANTS["sm_90"][name]
+    found = artifacts(kernel, variant, "sm_90")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.cubin)
         file.flush()
         shown = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
     waits, asked = len(re.findall(r"\bWARPGROUP\.DEPBAR\b", shown)), len(re.findall(r"\bwgmma\.wait_group\b", found.ptx))
     assert waits == asked > 0
+    assert len(re.findall(r"\bVIMNMX3\b", shown)) >= 30  # 15 a row of 32 products
 
 
-@pytest.mark.parametrize("name", ["sparse_prefill-bf16", "sparse_prefill-fp8", "sparse_prefill_by_block-bf16", "sparse_prefill_by_block-fp8"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_all_lanes_have_read_before_one_says_so(name: str) -> None:
     """The interpreter's warps run in step and would not show it."""
     kernel, variant = VARIANTS["sm_90"][name]
