@@ -31,6 +31,7 @@ from m3attn.dsl_kernels.sparse_prefill_sm90 import (
     BLOCK,
     DTYPES,
     HALF_ROWS,
+    PAIRS,
     WARPGROUP,
     MaybeTensor,
     Ring,
@@ -58,9 +59,10 @@ NO_ITEM = -1
 
 
 class Batch:
-    """Words of what the producer says with each batch: which item's, its first pick among the item's, and the item's block."""
+    """Words of what the producer says with each batch: which item's, its first pick among the item's, the item's block, and whether the same
+    warpgroup has another of the item."""
 
-    ITEM, FIRST, BLOCK = range(3)
+    ITEM, FIRST, BLOCK, LEFT = range(4)
 
 
 class Pick:
@@ -314,7 +316,8 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
             for index in cutlass.range(max(num_batches, SLOTS), unroll=1):
                 batches.wait_empty(batch + index)
                 if index < num_batches:
-                    self.load_batch(loads, places, batch + index, item, index * self.tile.half_tokens, kv_head, block)
+                    left = Int32(1) if index + 2 < num_batches else Int32(0)
+                    self.load_batch(loads, places, batch + index, item, index * self.tile.half_tokens, kv_head, block, left)
                 # Every batch of the item before this one is done now, and its place free for the next item.
                 if index == SLOTS - 1 and next_picks > 0:
                     last_page_phase = self.load_block(loads, places, item + 1, next_head, next_page, next_keys, last_page_phase)
@@ -390,7 +393,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         return last_page_phase
 
     @cute.jit
-    def load_batch(self, loads: Loads, places: Places, batch: Int32, item: Int32, first: Int32, kv_head: Int32, block: Int32):
+    def load_batch(self, loads: Loads, places: Places, batch: Int32, item: Int32, first: Int32, kv_head: Int32, block: Int32, left: Int32):
         """Queries of the item's picks from `first` on."""
         slot, stage = places.batches.stage(batch), places.pages.stage(item)
         sTiles = cute.local_tile(places.sQ, (self.tile.group, self.line), (None, None, None))  # [G, line, picks, lines, slots]
@@ -402,6 +405,7 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
             places.sBatch[Batch.ITEM, slot] = item
             places.sBatch[Batch.FIRST, slot] = first
             places.sBatch[Batch.BLOCK, slot] = block
+            places.sBatch[Batch.LEFT, slot] = left
             cute.arch.mbarrier_arrive_and_expect_tx(full, HALF_ROWS * self.head_dim * self.qk_dtype.width // 8)
         cute.arch.sync_warp()
         for pick in cutlass.range_constexpr(self.tile.half_tokens):
@@ -432,35 +436,52 @@ class SparsePrefillByBlockSm90(SparsePrefillSm90):
         rP = pv_thread.make_fragment_A(pv_thread.partition_shape_A((HALF_ROWS, BLOCK)))
         unit = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * 2  # the warp's first; it has two
 
+        rS = cute.make_rmem_tensor(qk_thread.partition_shape_C((HALF_ROWS, BLOCK)), Float32)
         batch = half
-        item, first, block = self.read_batch(places, batch)
+        item, first, block, left = self.read_batch(places, batch)
         while item != NO_ITEM:
-            slot, stage = batches.stage(batch), pages.stage(item)
+            stage = pages.stage(item)
             pages.wait_full(item)
-            rS = cute.make_rmem_tensor(qk_thread.partition_shape_C((HALF_ROWS, BLOCK)), Float32)
-            self.multiply(qk_mma, rS, tSrQ[None, None, None, slot], tSrK[None, None, None, stage], accumulate=False)
-            picks = tuple(first + (unit + r) * UNIT_ROWS // self.tile.group for r in range(2))
-            parts = tuple(cute.arch.make_warp_uniform(places.sPicks[Pick.PART, picks[r], stage]) for r in range(2))
-            visible = tuple(cute.arch.make_warp_uniform(places.sPicks[Pick.VISIBLE, picks[r], stage]) for r in range(2))
+            self.multiply(qk_mma, rS, tSrQ[None, None, None, batches.stage(batch)], tSrK[None, None, None, stage], accumulate=False)
+            # The half's next batch of the item, whose load waits for nothing that this one holds, is multiplied while this one's output leaves.
+            while left != 0:
+                parts, visible = self.read_picks(places, first, unit, stage)
+                warpgroup.wait_group(0)
+                shifts, sums = self.weigh_block(rS, visible, block, scale_log2)
+                self.take_weights(rP, rS.iterator, 0, PAIRS)
+                self.multiply(pv_mma, rO, rP, tOrV[None, None, None, stage], accumulate=False)
+                _, first, _, left = self.read_batch(places, batch + 2)
+                self.multiply(qk_mma, rS, tSrQ[None, None, None, batches.stage(batch + 2)], tSrK[None, None, None, stage], accumulate=False)
+                factors, logsums = self.normalize(shifts, sums)
+                warpgroup.wait_group(1)
+                batches.release(batch)
+                self.write_parts(mPartOut, mPartLse, rO, factors, logsums, parts, unit)
+                batch += 2
+            parts, visible = self.read_picks(places, first, unit, stage)
             warpgroup.wait_group(0)
             shifts, sums = self.weigh_block(rS, visible, block, scale_log2)
-            # An accumulator's elements and those of a 16-bit first operand stand in the same order.
-            flat_p, flat_s = (cute.make_tensor(x.iterator, cute.make_layout(cute.size(x))) for x in (rP, rS))
-            flat_p.store(flat_s.load().to(self.v_dtype))
+            self.take_weights(rP, rS.iterator, 0, PAIRS)
             self.multiply(pv_mma, rO, rP, tOrV[None, None, None, stage], accumulate=False)
             factors, logsums = self.normalize(shifts, sums)
             warpgroup.wait_group(0)
             batches.release(batch)
             self.write_parts(mPartOut, mPartLse, rO, factors, logsums, parts, unit)
             batch += 2
-            item, first, block = self.read_batch(places, batch)
+            item, first, block, left = self.read_batch(places, batch)
+
+    @cute.jit
+    def read_picks(self, places: Places, first: Int32, unit: Int32, stage: Int32):
+        """(where partials go, keys that are seen) of the picks that a thread's two rows belong to."""
+        picks = tuple(first + (unit + r) * UNIT_ROWS // self.tile.group for r in range(2))
+        return tuple(tuple(cute.arch.make_warp_uniform(places.sPicks[word, pick, stage]) for pick in picks) for word in (Pick.PART, Pick.VISIBLE))
 
     @cute.jit
     def read_batch(self, places: Places, batch: Int32):
         places.batches.wait_full(batch)
         slot = places.batches.stage(batch)
-        item, first, block = (cute.arch.make_warp_uniform(places.sBatch[word, slot]) for word in (Batch.ITEM, Batch.FIRST, Batch.BLOCK))
-        return item, first, block
+        words = (Batch.ITEM, Batch.FIRST, Batch.BLOCK, Batch.LEFT)
+        item, first, block, left = (cute.arch.make_warp_uniform(places.sBatch[word, slot]) for word in words)
+        return item, first, block, left
 
     @cute.jit
     def weigh_block(self, rS: cute.Tensor, visible, block: Int32, scale_log2: Float32):
