@@ -89,6 +89,8 @@ class SparseMlaSm90:
         self.line_chunks = LINE * self.dtype.width // 128  # copies of 16 bytes that make a line of a token
         self.copied_tokens = 32 // self.line_chunks  # by a warp at once
         self.weight_bits = WEIGHT_BITS_E4M3 if self.transposes else 0
+        # Of a tile's e4m3 weights: halves have their own in few queries' short parts, where another addition an output takes next to no time.
+        self.bases = 2 if self.transposes and variant.split else 1
         self.consumer_registers, self.producer_registers = 224, 56
 
     @cute.jit
@@ -179,7 +181,7 @@ class SparseMlaSm90:
         if const_expr(self.transposes):
             sValues = smem.allocate_tensor(self.dtype, cute.make_layout(TOKENS * LATENT * VALUE_STAGES), 1024)
             sWeights = smem.allocate_tensor(self.dtype, cute.make_layout(HEADS * TOKENS * self.stages), 1024)
-        sBase = smem.allocate_tensor(Float32, cute.make_layout((HEADS, self.stages)), 16)  # what each row's weights of a tile are relative to
+        sBase = smem.allocate_tensor(Float32, cute.make_layout((HEADS, self.bases, self.stages)), 16)  # what each row's weights are relative to
         sRows = smem.allocate_tensor(Float32, cute.make_layout((HEADS, 2, 2, 2)), 16)  # [rows, sum or peak, warpgroups, every second piece of work]
         sValid = smem.allocate_tensor(Int32, cute.make_layout((4, self.stages)), 16)  # 16 tokens a word
         barriers = smem.allocate_tensor(cutlass.Int64, cute.make_layout(8 * self.stages + 2 * VALUE_STAGES + 2), 8).iterator
@@ -471,7 +473,7 @@ class SparseMlaSm90:
         num_heads = mQ.shape[1]
         grid, _, _ = cute.arch.grid_dim()
         work, _, _ = cute.arch.block_idx()
-        work_count, query_count, first = Int32(0), Int32(0), Int32(0)  # tiles before this piece of work's
+        query_count, first = Int32(0), Int32(0)  # tiles before this piece of work's
         while work < num_work:
             query, first_head, split = self.place_of(work, mQ.shape[0], num_heads)
             first_tile, end_tile, _ = self.tiles_of(mIndices, mLength, query, split, self.splits_of(mOut))
@@ -482,7 +484,7 @@ class SparseMlaSm90:
             row_sum.fill(0.0)
             if tiles > 0:
                 queries.wait_full(query_count)
-            as_it_is = cute.make_rmem_tensor(2, Float32)
+            as_it_is = cute.make_rmem_tensor((2, 1), Float32)
             as_it_is.fill(1.0)
             if half == 0 and tiles > 0:
                 rS = self.multiply_keys(qk_mma, tSrQ, tSrK, first, parts, EACH)
@@ -490,9 +492,9 @@ class SparseMlaSm90:
                 valid = self.release_keys(sValid, parts, first)
                 if tiles <= 2:
                     queries.release(query_count)
-                self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2)
-                self.publish(rS, tOrP, row_base, sWeights, sBase, first, weights, half)
-                self.add_values(pv_mma, rO, as_it_is, tOrP, tOrV, sWeights, first, weights, values, True)
+                rescale = self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2, sBase, first)
+                self.publish(rS, tOrP, sWeights, first, weights, half)
+                self.add_values(pv_mma, rO, rescale if const_expr(self.transposes) else as_it_is, tOrP, tOrV, sWeights, first, weights, values, True)
                 self.release_values(parts, values, first, half)
             tile = 2 - half
             while tile < tiles:
@@ -505,8 +507,8 @@ class SparseMlaSm90:
                     if tile + 2 >= tiles:
                         queries.release(query_count)
                     before = self.follow(row_base, row_peak, row_sum, sBase, count - 1, weights)
-                    rescale = self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2)
-                    self.publish(rS, tOrP, row_base, sWeights, sBase, count, weights, half)
+                    rescale = self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2, sBase, count)
+                    self.publish(rS, tOrP, sWeights, count, weights, half)
                     self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, count - 1, weights, values, False)
                     self.release_values(parts, values, count - 1, half)
                 else:
@@ -520,8 +522,8 @@ class SparseMlaSm90:
                     valid = self.release_keys(sValid, parts, count)
                     if tile + 2 >= tiles:
                         queries.release(query_count)
-                    rescale = self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2)
-                    self.publish(rS, tOrP, row_base, sWeights, sBase, count, weights, half)
+                    rescale = self.weigh(rS, row_base, row_peak, row_sum, valid, scale_log2, sBase, count)
+                    self.publish(rS, tOrP, sWeights, count, weights, half)
                 self.add_values(pv_mma, rO, rescale, tOrP, tOrV, sWeights, count, weights, values, True)
                 self.release_values(parts, values, count, half)
                 tile += 2
@@ -532,11 +534,10 @@ class SparseMlaSm90:
                 self.add_values(pv_mma, rO, before, tOrP, tOrV, sWeights, first + tile - 1, weights, values, False)
                 self.release_values(parts, values, first + tile - 1, half)
             self.finish(
-                mSink, mOut, mMaxLogits, mLse, value_scale, rO, row_base, row_peak, row_sum, sRows, work_count, query, first_head, split, half
+                mSink, mOut, mMaxLogits, mLse, value_scale, rO, row_base, row_peak, row_sum, sRows, work // grid, query, first_head, split, half
             )
             first += tiles
             query_count += Int32(1) if tiles > 0 else Int32(0)
-            work_count += 1
             work += grid
 
     def operands(self, qk_mma, pv_mma, sQ, sTiles, sValues, half):
@@ -628,28 +629,31 @@ class SparseMlaSm90:
             self.read_weights(tOrP, sWeights.iterator + count % self.stages * self.weights_stride())
         if const_expr(self.transposes):
             values.wait_full(count)
-            chunks = LATENT // 2 // COLUMNS
+            num_sums = LATENT // 2 // COLUMNS * self.bases
+            steps = cute.size(tOrP, mode=[2]) // self.bases
             sums = [cute.make_rmem_tensor(pv_mma.get_slice(0).partition_shape_C((HEADS, COLUMNS)), Float32) for _ in range(2)]
-            for chunk in cutlass.range_constexpr(chunks + 1):
-                if const_expr(chunk < chunks):
+            for turn in cutlass.range_constexpr(num_sums + 1):
+                if const_expr(turn < num_sums):
+                    chunk, base = divmod(turn, self.bases)
                     atom.set(warpgroup.Field.ACCUMULATE, False)
                     warpgroup.fence()
-                    rSum = sums[chunk % 2]
-                    for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+                    rSum = sums[turn % 2]
+                    for k in cutlass.range_constexpr(base * steps, (base + 1) * steps):
                         cute.gemm(atom, rSum, tOrP[None, None, k], tOrV[None, None, k, chunk, count % VALUE_STAGES], rSum)
                         atom.set(warpgroup.Field.ACCUMULATE, True)
                     warpgroup.commit_group()
-                if const_expr(chunk > 0):
-                    warpgroup.wait_group(1 if chunk < chunks else 0)
-                    rPart = cute.make_tensor(rO.iterator + (chunk - 1) * (COLUMNS // 2), cute.make_layout(COLUMNS // 2))
-                    output, products = self.by_row(rPart), self.by_row(sums[(chunk - 1) % 2])
+                if const_expr(turn > 0):
+                    chunk, base = divmod(turn - 1, self.bases)
+                    warpgroup.wait_group(1 if turn < num_sums else 0)
+                    rPart = cute.make_tensor(rO.iterator + chunk * (COLUMNS // 2), cute.make_layout(COLUMNS // 2))
+                    output, products = self.by_row(rPart), self.by_row(sums[(turn - 1) % 2])
                     for r in cutlass.range_constexpr(2):
-                        output[r, None].store(output[r, None].load() * rescale[r] + products[r, None].load())
+                        output[r, None].store(output[r, None].load() * rescale[r, base] + products[r, None].load())
         else:
-            if cute.arch.vote_any_sync(rescale[0] != 1.0 or rescale[1] != 1.0):
+            if cute.arch.vote_any_sync(rescale[0, 0] != 1.0 or rescale[1, 0] != 1.0):
                 output = self.by_row(rO)
                 for r in cutlass.range_constexpr(2):
-                    output[r, None].store(output[r, None].load() * rescale[r])
+                    output[r, None].store(output[r, None].load() * rescale[r, 0])
             atom.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.fence()
             rSum = cute.make_tensor(rO.iterator, pv_mma.get_slice(0).partition_shape_C((HEADS, LATENT // 2)))
@@ -673,35 +677,65 @@ class SparseMlaSm90:
                 words[4 * k + i] = read[i]
 
     @cute.jit
-    def weigh(self, rS: cute.Tensor, row_base: cute.Tensor, row_peak: cute.Tensor, row_sum: cute.Tensor, valid: cute.Tensor, scale_log2: Float32):
-        """One step of the softmax on products [64, 64], which become weights; returns what the output so far is to be multiplied by, [2]."""
-        logits = self.by_row(rS)
-        rescale = cute.make_rmem_tensor(2, Float32)
+    def weigh(
+        self,
+        rS: cute.Tensor,
+        row_base: cute.Tensor,
+        row_peak: cute.Tensor,
+        row_sum: cute.Tensor,
+        valid: cute.Tensor,
+        scale_log2: Float32,
+        sBase: cute.Tensor,
+        count: Int32,
+    ):
+        """One step of the softmax on products [64, 64], which become weights; returns what the output so far is to be multiplied by, [2, bases]."""
+        logits, lane = self.by_row(rS), cute.arch.lane_idx() % 4
+        lanes = 4 // self.bases  # whose weights have a base in common
+        rescale = cute.make_rmem_tensor((2, self.bases), Float32)
         # The scale is part of the exponent's one instruction, so that a maximum of products must be one of logits. Of 0 it would make NaN of -inf.
         scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(2.0**-126))
         if (valid[0] & valid[1] & valid[2] & valid[3]) != 0xFFFF or scale_log2 < 0.0:
             rS.store(rS.load() * (Float32(-1.0) if scale_log2 < 0.0 else Float32(1.0)))
             for i in cutlass.range_constexpr(TOKENS // 4):
-                bits = valid[i // 4] >> cute.arch.lane_idx() % 4 * 2
+                bits = valid[i // 4] >> lane * 2
                 if (bits & (1 << (i // 2 % 2 * 8 + i % 2))) == 0:
                     for r in cutlass.range_constexpr(2):
                         logits[r, i] = -Float32.inf
         for r in cutlass.range_constexpr(2):
             row = logits[r, None].load()
-            peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4) * scale
-            old_base = row_base[r]
+            peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=lanes) * scale
             if const_expr(self.transposes):
-                # The tile's own maximum: e4m3 holds its weight exactly, and those not far below it with the smallest error.
-                new_base = cute.arch.fmax(peak, row_peak[r] - FALL)
+                peaks = (peak,)
+                if const_expr(self.bases == 2):
+                    other = cute.arch.shuffle_sync_bfly(peak, 2)
+                    peaks = (peak if lane < 2 else other, other if lane < 2 else peak)
+                    row_peak[r] = cute.arch.fmax(row_peak[r], cute.arch.fmax(peak, other))
+                # The tokens' own maximum: e4m3 holds its weight exactly, and those not far below it with the smallest error.
+                floor = row_peak[r] - FALL
+                bases = tuple(cute.arch.fmax(p, floor) for p in peaks)
+                base = cute.arch.fmax(peak, floor)
             else:
-                new_base = peak if peak > old_base + LAG else old_base
+                base = peak if peak > row_base[r] + LAG else row_base[r]
+                bases = (base,)
             row_peak[r] = cute.arch.fmax(row_peak[r], peak)
-            rescale[r] = cute.math.exp2(old_base - new_base, fastmath=True)
-            tile_weights = cute.math.exp2(row * scale - (new_base - self.weight_bits), fastmath=True)
-            row_base[r] = new_base
+            if lane % lanes == 0:
+                sBase[self.first_row_of_thread() + 8 * r, lane // lanes, count % self.stages] = base
+            tile_weights = cute.math.exp2(row * scale - (base - self.weight_bits), fastmath=True)
             logits[r, None].store(tile_weights)
-            row_sum[r] = row_sum[r] * rescale[r] + self.total([logits[r, i] for i in range(TOKENS // 4)])
+            tile_sum = self.total([logits[r, i] for i in range(TOKENS // 4)])
+            if const_expr(self.bases == 2):
+                tile_sum *= cute.math.exp2(base - bases[1], fastmath=True)
+            self.rebase(row_base, row_sum, rescale, r, bases)
+            row_sum[r] += tile_sum
         return rescale
+
+    @cute.jit
+    def rebase(self, row_base: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor, r: cutlass.Constexpr, bases: tuple[Float32, ...]):
+        """Makes a row's sum relative to the last of `bases`, and `rescale` the steps to each."""
+        for i in cutlass.range_constexpr(self.bases):
+            rescale[r, i] = cute.math.exp2(row_base[r] - bases[i], fastmath=True)
+            row_sum[r] *= rescale[r, i]
+            row_base[r] = bases[i]
 
     def total(self, values):
         """By four sums side by side, which are done before the products begin that need the values' registers."""
@@ -715,14 +749,12 @@ class SparseMlaSm90:
         self,
         rS: cute.Tensor,
         tOrP: cute.Tensor,
-        row_base: cute.Tensor,
         sWeights: cute.Tensor,
-        sBase: cute.Tensor,
         count: Int32,
         weights: Ring,
         half: Int32,
     ):
-        """The tile's weights to where the other warpgroup reads them, in e4m3 this one too, and what they are relative to."""
+        """The tile's weights to where the other warpgroup reads them, in e4m3 this one too; what they are relative to is there."""
         # Where they have a place of their own, both warpgroups read what was there before the last tile's weights, which are there, were published.
         if const_expr(not self.transposes):
             # The other warps may still multiply the rotated dims that the weights replace.
@@ -745,25 +777,21 @@ class SparseMlaSm90:
                 for r in cutlass.range_constexpr(2):
                     words = cute.recast_ptr(line + self.chunk_offset(row + 8 * r, chunk), dtype=Int32)
                     cute.make_tensor(words, cute.make_layout(4))[lane % 4] = pairs[2 * chunk + r]
-        if lane % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                sBase[row + 8 * r, stage] = row_base[r]
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(weights.full + stage)
 
     @cute.jit
     def follow(self, row_base: cute.Tensor, row_peak: cute.Tensor, row_sum: cute.Tensor, sBase: cute.Tensor, count: Int32, weights: Ring):
-        """Makes sums relative to the same as the other warpgroup's weights of a tile; returns what the output is to be multiplied by, [2]."""
+        """Makes sums relative to the same as the other warpgroup's weights of a tile; returns what the output is to be multiplied by, [2, bases]."""
         weights.wait_full(count)
-        rescale = cute.make_rmem_tensor(2, Float32)
+        rescale = cute.make_rmem_tensor((2, self.bases), Float32)
         for r in cutlass.range_constexpr(2):
-            new_base = sBase[self.first_row_of_thread() + 8 * r, count % self.stages]
-            rescale[r] = cute.math.exp2(row_base[r] - new_base, fastmath=True)
-            row_sum[r] *= rescale[r]
-            row_base[r] = new_base
+            bases = tuple(sBase[self.first_row_of_thread() + 8 * r, i, count % self.stages] for i in range(self.bases))
+            self.rebase(row_base, row_sum, rescale, r, bases)
             if const_expr(self.transposes):
-                row_peak[r] = cute.arch.fmax(row_peak[r], new_base)  # a tile with a new maximum has it for its base
+                for i in cutlass.range_constexpr(self.bases):
+                    row_peak[r] = cute.arch.fmax(row_peak[r], bases[i])  # where they are a new maximum, it is one of these
         return rescale
 
     @cute.jit
