@@ -978,6 +978,8 @@ KERNEL = CuteKernel("sparse_mla_sm90", build, sources=[__file__, sparse_prefill_
 
 MAX_PIECES = 128
 """Pieces of work that few queries are split into: about as many as there are multiprocessors."""
+JOIN_TILES = 5
+"""Tiles that are worked off in the time in which the second kernel joins parts: no fewer have to be saved."""
 SPLIT_TOKENS = 2 * TOKENS
 """Indices that a piece has at least, a tile for either warpgroup."""
 MAX_SPLITS = 16
@@ -986,7 +988,9 @@ MAX_SPLITS = 16
 def num_splits(queries: int, heads: int, topk: int, limit: int) -> int:
     """Into how many parts a query's indices are cut; their outputs fit `limit`."""
     pieces = max(1, queries * -(-heads // HEADS))
-    return max(1, min(MAX_PIECES // pieces, topk // SPLIT_TOKENS, MAX_SPLITS, limit // max(1, part_bytes(1, queries, heads))))
+    splits = max(1, min(MAX_PIECES // pieces, topk // SPLIT_TOKENS, MAX_SPLITS, limit // max(1, part_bytes(1, queries, heads))))
+    tiles = -(-topk // TOKENS)
+    return splits if tiles - -(-tiles // splits) > JOIN_TILES else 1
 
 
 def part_bytes(splits: int, queries: int, heads: int) -> int:

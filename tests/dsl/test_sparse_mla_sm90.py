@@ -115,10 +115,11 @@ def test_queries_in_parts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as keep the GPU busy, of two tiles at least, within the workspace."""
+    """As many as keep the GPU busy, of two tiles at least, within the workspace; none where that saves little beside joining them."""
     monkeypatch.setattr(sparse_mla_sm90, "MAX_PIECES", 128)
     assert [num_splits(s, 128, 2_048, 1 << 30) for s in (1, 2, 4, 16, 32, 64, 4_096)] == [16, 16, 16, 4, 2, 1, 1]
-    assert [num_splits(1, 64, k, 1 << 30) for k in (1, 128, 255, 256, 1_024)] == [1, 1, 1, 2, 8]
+    assert [num_splits(1, 64, k, 1 << 30) for k in (1, 128, 256, 384, 512, 1_024)] == [1, 1, 1, 1, 4, 8]
+    assert [num_splits(64, 64, k, 1 << 30) for k in (512, 704, 768, 1_024)] == [1, 1, 2, 2]
     for limit in (0, 300_000, 600_000, 1 << 20):
         splits = num_splits(1, 128, 2_048, limit)
         assert splits == 1 or part_bytes(splits, 1, 128) <= limit
