@@ -705,10 +705,10 @@ class SparseMlaSm90:
             row = logits[r, None].load()
             peak = cute.arch.warp_reduction_max(row.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=lanes) * scale
             if const_expr(self.transposes):
-                peaks = (peak,)
+                peaks = [peak]
                 if const_expr(self.bases == 2):
                     other = cute.arch.shuffle_sync_bfly(peak, 2)
-                    peaks = (peak if lane < 2 else other, other if lane < 2 else peak)
+                    peaks = [peak if lane < 2 else other, other if lane < 2 else peak]
                     row_peak[r] = cute.arch.fmax(row_peak[r], cute.arch.fmax(peak, other))
                 # The tokens' own maximum: e4m3 holds its weight exactly, and those not far below it with the smallest error.
                 floor = row_peak[r] - FALL
