@@ -132,7 +132,7 @@ _SELECTION = _named(
     select_blocks.KERNEL,
     prefill=_SELECT,
     decode=replace(_SELECT, lanes=32),
-    short_width32=replace(_SELECT, width=32, lanes=8),
+    longer=replace(_SELECT, lanes=8),
     width64=replace(_SELECT, width=64, lanes=32, vector=False, after_scores=False),
 )
 
