@@ -74,13 +74,18 @@ def saved_cases(arch: str, every: int) -> Iterator[tuple[str, Callable[[], list[
 
 
 def capture(folder: Path, arch: str, every: int) -> None:
-    """Fill `folder` with the launches of the cases, and with the dtypes of what they return."""
+    """Fill `folder` with the launches of the cases, and with the dtypes of what they return.
+
+    What was written is told from what stood there before, so that may not be what an earlier call left.
+    """
     from simulator import simulated
+
+    from m3attn.testing.poison import poisoned_empty
 
     dtypes: dict[str, dict[str, str]] = {}
     for name, call in saved_cases(arch, every):
         tag = re.sub(r"[^\w.-]+", "_", name) + "-"
-        with simulated(arch=arch, capture=folder, tag=tag):
+        with poisoned_empty(), simulated(arch=arch, capture=folder, tag=tag):
             outputs = call()
         dtypes[tag] = {str(tensor.untyped_storage().data_ptr()): str(tensor.dtype).removeprefix("torch.") for tensor in outputs}
         print(f"captured {name}", flush=True)

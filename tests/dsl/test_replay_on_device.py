@@ -17,6 +17,9 @@ need("nvidia-cutlass-dsl", "apache-tvm-ffi")
 import replay_on_device
 from replay_on_device import DTYPES, LIMITS, capture, compare, main, replay, replay_file
 
+from m3attn.testing.inputs import NAN_BYTE
+from m3attn.testing.poison import GARBAGE_BYTE
+
 ARCHS = ("sm_90a", "sm_100a")
 
 
@@ -58,6 +61,15 @@ def test_every_stage_has_cases() -> None:
     for arch in ARCHS:
         stages = {name.split("-")[0] for name, _ in replay_on_device.saved_cases(arch, every=4)}
         assert stages == {"index_score", "index_topk", "select_blocks", "sparse_attention"}
+
+
+def test_what_is_written_is_never_there_before(captured: Path) -> None:
+    """Fresh memory may hold what an earlier call wrote, and the same bits written again would count for nothing written."""
+    for path in captured.glob("*.npz"):
+        saved = dict(np.load(path))
+        for k in range(len(saved["starts"])):
+            before, after = saved[f"before{k}"], saved[f"after{k}"]
+            assert np.isin(before[before != after], (NAN_BYTE, GARBAGE_BYTE)).all()
 
 
 def test_an_equal_device_agrees(captured: Path) -> None:
