@@ -58,18 +58,16 @@ class QueryRows:
     @cute.jit
     def tile(self, tile: Int32, tokens: cutlass.Constexpr[int]):
         """(request, first_row, rows, first_position, seq_len) of a tile; 0 rows where it is empty."""
-        num_requests = self.mSeqLens.shape[0]
-        low, high = Int32(0), num_requests + 1
-        while high - low > 1:
-            middle = (low + high) // 2
+        request, high = Int32(0), self.mSeqLens.shape[0]  # the last request that does not begin after the tile is in [request, high)
+        while high - request > 1:
+            middle = (request + high) // 2
             before = self.first_tile(middle, tokens) <= tile
-            low = middle if before else low
+            request = middle if before else request
             high = high if before else middle
-        request = cutlass.min(low, num_requests - 1)
         begin, end, seq_len = self.offset(request), self.offset(request + 1), self.seq_len(request)
         first_row = begin + (tile - self.first_tile(request, tokens)) * tokens
         rows = cutlass.min(end - first_row, tokens)
-        rows = rows if low < num_requests and first_row >= begin and rows > 0 else 0
+        rows = rows if first_row >= begin and rows > 0 else 0  # a tile behind the last request begins at its end or after it
         return request, first_row, rows, seq_len - self.mOffsets[request + 1] + first_row, seq_len
 
     @cute.jit

@@ -8,6 +8,7 @@ for memory anyway. The maximum over a block's 128 columns is taken in registers 
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import cutlass
@@ -39,7 +40,9 @@ from m3attn.dsl_kernels.row_maximum import INFINITY_BITS, over_columns
 CHUNK_BLOCKS = 512
 """Blocks of keys that all CTAs finish before any takes the next: 16 MiB of bf16 keys, a third of an H200's L2."""
 TURN_BLOCKS = 2
-"""Blocks of keys in one turn of the consumers' loop."""
+"""Blocks of keys in one turn of the consumers' loop; 1 for 16 bit with 256 rows, whose code is short that way and whose products last."""
+BITS_TURN_BLOCKS = 8
+"""The same where maxima are taken by bits: a multiple of STORE_BLOCKS, and fewer than there are stages, since a turn's keys are held to its end."""
 TILE_COST = {"bf16": 1, "fp16": 1, "fp8_e4m3": 2}
 """What another tile of 256 rows costs, in blocks: its queries go to registers, and no product runs under the last maxima."""
 
@@ -48,6 +51,16 @@ def rows_of_tile(num_heads: int, batch: PagedBatch) -> int:
     """As few as hold all rows of a request, or 256; 128 where heads do not divide 8: rows of a thread with little in common take more registers."""
     needed = num_heads * max(8, -(-batch.max_seqlen_q // 8) * 8)
     return 64 if needed <= 64 else 128 if needed <= 128 or 8 % num_heads else 256
+
+
+class Maxima(enum.Enum):
+    """How a block's maxima are taken."""
+
+    BITS = enum.auto()
+    """By the products' bits: not their maximum where a row has nothing but negative products, or a NaN."""
+    FLOATS = enum.auto()
+    MASKED = enum.auto()
+    """As FLOATS, of what a row sees."""
 
 
 class IndexScoreSm90(ScoreWork):
@@ -67,6 +80,8 @@ class IndexScoreSm90(ScoreWork):
             whole_requests=variant.rows == 64,
         )
         self.halves = max(1, variant.rows // 128)
+        self.by_bits = variant.rows == 256 and self.dtype.width == 8
+        self.turn = 1 if self.halves == 2 and not self.by_bits else TURN_BLOCKS
         self.registers = (232, 40 if groups == 2 else 104)
 
     def operands(self) -> tuple[cute.TiledMma, cute.ComposedLayout, cute.ComposedLayout]:
@@ -75,8 +90,12 @@ class IndexScoreSm90(ScoreWork):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         return mma, cute.tile_to_shape(atom, (self.rows, DIM, 1), (0, 1, 2)), cute.tile_to_shape(atom, (BLOCK, DIM, self.stages), (0, 1, 2))
 
+    def set_up(self, smem: cutlass.memory.SmemAllocator, warp: Int32) -> cute.Tensor:
+        """Where the warps of a group vote: twice, since the first may be at the next vote while the last still counts this one."""
+        return smem.allocate_tensor(Int32, cute.make_layout((4, self.groups, 2)), 16)
+
     @cute.jit
-    def consume(self, mma, q, k, sQ, sK, own, mOut, row_begin, scale):
+    def consume(self, mma, q, k, sQ, sK, sVotes, mOut, row_begin, scale):
         """One warpgroup: its rows of every item, as one or two halves of 64. One product runs while the maxima of the one before are taken."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
@@ -88,7 +107,7 @@ class IndexScoreSm90(ScoreWork):
         rQ = [mma.make_fragment_A(thr.partition_shape_A((64, DIM))) for _ in range(self.halves)]
         acc = [cute.make_rmem_tensor(thr.partition_shape_C((64, BLOCK)), Float32) for _ in range(2)]
         best = cute.make_rmem_tensor((self.halves, 2), Float32)
-        item, step = Int32(0), Int32(0)
+        item, step, turns = Int32(0), Int32(0), Int32(0)
         begin, end = Int32(0), Int32(1)
         while begin < end:
             q.wait_full(item)
@@ -98,16 +117,27 @@ class IndexScoreSm90(ScoreWork):
                     cute.autovec_copy(thr.partition_A(cute.local_tile(sQ, (64, DIM), (group * self.halves + half, 0, 0))), rQ[half])
             arrive(q.empty)
             item += 1
-            rows = (best, begin, end, first_row - row_begin, tokens, first_position, thread_row, scale)
+            where = (begin, end, *self.rows_of_scores(mOut, first_row - row_begin, tokens, thread_row), first_position, thread_row, scale)
             # Blocks that every row sees to their ends.
             whole = cutlass.min(cutlass.max(first_position + 1, 0) // BLOCK, end)
             block = begin
-            while block <= whole - TURN_BLOCKS:
-                self.score(TURN_BLOCKS, False, mma, acc, rQ, rK, k, step, mOut, block, *rows)
-                block += TURN_BLOCKS
-                step += TURN_BLOCKS
+            if cutlass.const_expr(self.by_bits):
+                is_wrong = cutlass.Boolean(False)
+                while not is_wrong and block <= whole - BITS_TURN_BLOCKS:
+                    turns += 1
+                    votes = sVotes[None, group, turns % 2]
+                    is_wrong = self.score(BITS_TURN_BLOCKS, Maxima.BITS, mma, acc, rQ, rK, k, step, best, block, *where, votes)
+                    if not is_wrong:
+                        for i in cutlass.range_constexpr(BITS_TURN_BLOCKS):
+                            arrive(k.empty + (step + i) % k.stages)
+                        block += BITS_TURN_BLOCKS
+                        step += BITS_TURN_BLOCKS
+            while block <= whole - self.turn:
+                self.score(self.turn, Maxima.FLOATS, mma, acc, rQ, rK, k, step, best, block, *where)
+                block += self.turn
+                step += self.turn
             while block < end:
-                self.score(1, True, mma, acc, rQ, rK, k, step, mOut, block, *rows)
+                self.score(1, Maxima.MASKED, mma, acc, rQ, rK, k, step, best, block, *where)
                 block += 1
                 step += 1
 
@@ -115,26 +145,31 @@ class IndexScoreSm90(ScoreWork):
     def score(
         self,
         count: cutlass.Constexpr[int],
-        masked: cutlass.Constexpr[bool],
+        maxima: cutlass.Constexpr[Maxima],
         mma,
         acc,
         rQ,
         rK,
         k,
         step,
-        mOut,
-        block,
         best,
+        block,
         begin,
         end,
-        first_row,
-        tokens,
+        gRows,
+        has_row,
         first_position,
         thread_row,
         scale,
+        sVotes=None,
     ):
-        """`count` blocks from `block` on. Products do not run on beyond it: the compiler follows them within one turn of a loop only."""
+        """`count` blocks from `block` on. Products do not run on beyond it: the compiler follows them within one turn of a loop only.
+
+        Maxima.BITS: returns whether any maximum of the warpgroup's rows is not that of the products. Then the blocks are to be scored once more, and
+        keep their keys. The last product's maxima are mended at once: the vote on all others runs beside that product.
+        """
         products = self.halves * count
+        is_wrong = cutlass.Boolean(False)
         for i in cutlass.range_constexpr(products + 1):
             if cutlass.const_expr(i < products):
                 turn, half = i // self.halves, i % self.halves
@@ -143,46 +178,82 @@ class IndexScoreSm90(ScoreWork):
                 multiply(mma, rQ[half], rK[None, None, None, (step + turn) % k.stages], acc[i % 2])
             if cutlass.const_expr(i > 0):
                 turn, half = (i - 1) // self.halves, (i - 1) % self.halves
+                if cutlass.const_expr(i == products and maxima == Maxima.BITS):
+                    is_wrong = self.any_of_group(sVotes, is_wrong)
                 warpgroup.wait_group(1 if i < products else 0)
-                if cutlass.const_expr(half == self.halves - 1):
+                if cutlass.const_expr(half == self.halves - 1 and maxima != Maxima.BITS):
                     arrive(k.empty + (step + turn) % k.stages)
-                self.take_maxima(acc[(i - 1) % 2], best, half, block + turn, masked, first_position, thread_row)
+                maximum = self.row_maximum(acc[(i - 1) % 2], half, block + turn, maxima, first_position, thread_row)
+                if cutlass.const_expr(maxima == Maxima.BITS):
+                    is_row_wrong = Uint32(maximum.bitcast(Int32)) > INFINITY_BITS
+                    if cutlass.const_expr(i < products):
+                        is_wrong = is_wrong | is_row_wrong
+                    elif cute.arch.vote_any_sync(is_row_wrong):
+                        maximum = self.row_maximum(acc[(i - 1) % 2], half, block + turn, Maxima.FLOATS, first_position, thread_row)
+                # A long turn begins with a group of blocks that are stored together.
+                nth = turn if cutlass.const_expr(count >= STORE_BLOCKS) else block + turn - begin
+                self.keep(maximum, best, half, nth)
                 if cutlass.const_expr(half == self.halves - 1):
-                    self.store(mOut, best, block + turn, begin, end, first_row, tokens, thread_row, scale)
+                    if cutlass.const_expr(count >= STORE_BLOCKS):
+                        if cutlass.const_expr(turn % STORE_BLOCKS == STORE_BLOCKS - 1):
+                            self.store(best, block + turn - STORE_BLOCKS + 1, None, gRows, has_row, scale)
+                    elif nth % STORE_BLOCKS == STORE_BLOCKS - 1 or block + turn == end - 1:
+                        self.store(best, begin + nth // STORE_BLOCKS * STORE_BLOCKS, block + turn, gRows, has_row, scale)
+        return is_wrong
 
     @cute.jit
-    def take_maxima(self, acc, best, half: cutlass.Constexpr[int], block, masked: cutlass.Constexpr[bool], first_position, thread_row):
-        """A block's maxima of one half's rows. Of every STORE_BLOCKS blocks, two of a row's four lanes keep two each."""
-        lane = cute.arch.lane_idx()
-        maximum = Float32(NEGATIVE_INFINITY)
-        if cutlass.const_expr(masked):
+    def row_maximum(self, acc, half: cutlass.Constexpr[int], block, maxima: cutlass.Constexpr[Maxima], first_position, thread_row):
+        """A block's maximum in one of the thread's two rows of a half."""
+        if cutlass.const_expr(maxima == Maxima.MASKED):
             rows = []
             for i in cutlass.range_constexpr(2):
                 token, _ = self.token_and_head(thread_row, half * 64 + i * 8)
-                rows.append(columns_of_row(acc, i, first_position + token - block * BLOCK - lane % 4 * 2))
-            maximum = float_maximum(*rows)
-        else:
-            rows = [columns_of_row(acc, i) for i in range(2)]
-            bits = one_of_two(*(over_columns([logit.bitcast(Int32) for logit in row], cutlass.max) for row in rows), cutlass.max)
-            maximum = bits.bitcast(Float32)
-            # Nothing but negative products in a row, or a NaN.
-            if cute.arch.vote_any_sync(Uint32(bits) > INFINITY_BITS):
-                maximum = float_maximum(*rows)
-        is_kept = (block >> 1) & 1 == (lane >> 1) & 1
-        for i in cutlass.range_constexpr(2):
-            best[half, i] = maximum if is_kept and block & 1 == i else best[half, i]
+                rows.append(columns_of_row(acc, i, first_position + token - block * BLOCK - cute.arch.lane_idx() % 4 * 2))
+            return float_maximum(*rows)
+        rows = [columns_of_row(acc, i) for i in range(2)]
+        if cutlass.const_expr(maxima == Maxima.FLOATS):
+            return float_maximum(*rows)
+        bits = one_of_two(*(over_columns([logit.bitcast(Int32) for logit in row], cutlass.max) for row in rows), cutlass.max)
+        return bits.bitcast(Float32)
 
     @cute.jit
-    def store(self, mOut, best, block, begin, end, first_row, tokens, thread_row, scale):
-        """The kept maxima, once `block` is the last of its group or of the item."""
-        if block & (STORE_BLOCKS - 1) == STORE_BLOCKS - 1 or block == end - 1:
-            lane = cute.arch.lane_idx()
-            for half in cutlass.range_constexpr(self.halves):
-                token, head = self.token_and_head(thread_row + lane % 2 * 8, half * 64)
-                for i in cutlass.range_constexpr(2):
-                    column = (block & -STORE_BLOCKS) + (lane & 2) + i
-                    if token < tokens and column >= begin and column <= block:
-                        mOut[head, first_row + token, column] = best[half, i] * scale
+    def keep(self, maximum, best, half: cutlass.Constexpr[int], nth):
+        """Of every STORE_BLOCKS blocks of an item, `nth` counted from its first, two of a row's four lanes keep two each."""
+        is_kept = (nth >> 1) & 1 == (cute.arch.lane_idx() >> 1) & 1
+        for i in cutlass.range_constexpr(2):
+            best[half, i] = maximum if is_kept and nth & 1 == i else best[half, i]
+
+    @cute.jit
+    def store(self, best, block, last, gRows, has_row, scale):
+        """The kept maxima of blocks `block` to `last`, or of STORE_BLOCKS."""
+        for half in cutlass.range_constexpr(self.halves):
+            for i in cutlass.range_constexpr(2):
+                column = block + (cute.arch.lane_idx() & 2) + i
+                is_scored = has_row[half]
+                if cutlass.const_expr(last is not None):
+                    is_scored = is_scored and column <= last
+                if is_scored:
+                    gRows[half][column] = best[half, i] * scale
+
+    @cute.jit
+    def rows_of_scores(self, mOut, first_row, tokens, thread_row):
+        """For each half the row whose scores this lane stores, and whether there is one."""
+        gRows, has_row = [], []
+        for half in cutlass.range_constexpr(self.halves):
+            token, head = self.token_and_head(thread_row + cute.arch.lane_idx() % 2 * 8, half * 64)
+            gRows.append(mOut[head, first_row + token, None])
+            has_row.append(token < tokens)
+        return gRows, has_row
+
+    @cute.jit
+    def any_of_group(self, sVotes, flag):
+        """Whether it holds for any thread of the warpgroup. `sVotes` [4]: not those of the call before."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.first_consumer
+        is_any = cute.arch.vote_any_sync(flag)
+        if cute.arch.lane_idx() == 0:
+            sVotes[warp % 4] = Int32(1) if is_any else Int32(0)
+        cute.arch.barrier(barrier_id=1 + warp // 4, number_of_threads=128)
+        return (sVotes[0] | sVotes[1] | sVotes[2] | sVotes[3]) != 0
 
     @cute.jit
     def token_and_head(self, thread_row, offset: cutlass.Constexpr[int]):

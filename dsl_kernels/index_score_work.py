@@ -304,18 +304,25 @@ class ScoreWork:
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         num_tiles = rows.mSeqLens.shape[0] if cutlass.const_expr(self.whole_requests) else rows.num_tiles(self.tokens)
+        lane_tiles = cute.ceil_div(num_tiles, 32 * 32) * 32  # of so many tiles a lane remembers the cost
         item, step = Int32(0), Int32(0)
         request, first_row, tokens, first_position, seq_len, live = (Int32(0) for _ in range(6))
         for first_block in cutlass.range(0, num_blocks, chunk_blocks, unroll=1):
-            total = Int32(0)
+            total, own_total = Int32(0), Int32(0)
             for base in cutlass.range(0, num_tiles, 32, unroll=4 if self.whole_requests else 1):
                 request, first_row, tokens, first_position, seq_len, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)
-                total += self.cost(cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks))
-            total = cute.arch.warp_reduction_sum(total)
+                cost = cute.arch.warp_redux_sync(self.cost(cutlass.min(cutlass.max(live - first_block, 0), chunk_blocks)), "add")
+                total += cost
+                own_total += cost if base // lane_tiles == lane else 0
             share = cute.ceil_div(total, num_ctas)
             begin = cutlass.min(cta * share, total)
             end = cutlass.min(begin + share, total)
             before, base = Int32(0), Int32(0)
+            if num_tiles > 32:
+                up_to = index_rows.prefix_sum(own_total, lane)
+                passed = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(up_to <= begin)))  # lanes whose tiles belong to other CTAs
+                base = passed * lane_tiles
+                before = cute.arch.shuffle_sync(up_to - own_total, cutlass.min(passed, 31))
             while base < num_tiles and before < end:
                 if num_tiles > 32:  # else they are known since they were counted, which a short step waits for less
                     request, first_row, tokens, first_position, seq_len, live = self.live_blocks(rows, base + lane, num_blocks, skip_blocks)

@@ -13,9 +13,10 @@ from simulator import ORDERS
 
 from m3attn.choice import UnsupportedProblem
 from m3attn.dsl_kernels.index_score_work import tokens_of_tile
+from m3attn.dtypes import E4M3
 from m3attn.reference.index import index_score as reference
 from m3attn.testing.cases import IndexCase, Step
-from m3attn.testing.inputs import index_inputs
+from m3attn.testing.inputs import IndexInputs, index_inputs
 
 
 @pytest.fixture(params=[SM90, SM100], ids=["sm90", "sm100"])
@@ -145,6 +146,64 @@ def test_blocks_of_negative_products_only(scorer: Scorer) -> None:
     scores = scorer.run(inputs)
     check(inputs, scores)
     assert bool((scores[0, :70, [1, 2, 5]] < 0).all()) and bool((scores[0, :70, 3] > 0).all()) and not bool(scores[0, :70, 4].any())
+
+
+LONG = Step("long", (150, 40), (3_300, 1_700))
+"""Whole blocks of the first request's rows: 24, three turns in which Hopper takes maxima by bits; 12 of the second's."""
+NEGATIVE = {
+    "first": [0],
+    "in the middle": [11],
+    "the last of a turn": [7, 23],
+    "all but a turn": [*range(8), *range(16, 25)],
+    "all": list(range(26)),
+}
+
+
+def long_inputs(num_heads: int = 1) -> IndexInputs:
+    return index_inputs(IndexCase(LONG, num_heads=num_heads, q_dtype=E4M3, k_dtype=E4M3), "cpu")
+
+
+@pytest.mark.parametrize(("ctas", "order"), [(1, "lazy"), (3, "random"), (5, "eager"), (40, "random")])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_maxima_by_bits_are_cut_anywhere(heads: int, ctas: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = long_inputs(heads)
+    expected = SM90.run(inputs)
+    check(inputs, expected)
+    monkeypatch.setattr(SM90.module, "num_ctas", lambda device: ctas)
+    assert torch.equal(SM90.run(inputs, order), expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("blocks", NEGATIVE.values(), ids=NEGATIVE)
+def test_negative_products_among_maxima_by_bits(blocks: list[int], order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both warpgroups' turns, and those of one only; what is scored twice is what was to be scored."""
+    inputs = long_inputs()
+    monkeypatch.setattr(SM90.module, "num_ctas", lambda device: 1)
+    pages = inputs.batch.page_table[0, :26].long()
+    for row in (149, 3, 70):  # of both warpgroups, of the second, and of the first
+        queries, keys = inputs.index_q.float().abs().clamp(0.1, 2), inputs.cache.index_k[pages].float()
+        queries[:150] *= -1
+        queries[row] *= -1
+        keys[blocks] = -keys[blocks].abs() - 0.1
+        inputs.index_q.copy_(queries.to(E4M3))
+        inputs.cache.index_k[pages] = keys.to(E4M3)
+        scores = SM90.run(inputs, order)
+        check(inputs, scores)
+        visible = [block for block in blocks if block <= (3_150 + row) // 128]
+        assert bool((scores[0, row, visible] < 0).all())
+
+
+@pytest.mark.parametrize("block", [2, 7])
+def test_nan_among_maxima_by_bits(block: int) -> None:
+    inputs = long_inputs()
+    page = inputs.batch.page_table[0].long()
+    expected = SM90.run(inputs)
+    inputs.cache.index_k[page[block], 5] = float("nan")
+    inputs.cache.index_k[page[block + 1]] = float("nan")
+    scores = SM90.run(inputs, "random")
+    others = [i for i in range(expected.shape[2]) if i not in (block, block + 1)]
+    assert torch.equal(scores[0, :150, others], expected[0, :150, others])
+    assert bool(scores[0, :150, block].isfinite().all()) and bool(scores[0, :150, block + 1].isneginf().all())
 
 
 @pytest.mark.parametrize("order", ORDERS)
