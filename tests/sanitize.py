@@ -73,6 +73,33 @@ def indexer(key: str) -> Iterator[Call]:
             yield f"index_score {step.name} {q} {k}", lambda t=tensors: m3attn.index_score(*t, impl=key)
 
 
+def long_rows(key: str) -> Iterator[Call]:
+    """Scores of long runs of blocks, products below 0 among them, and selections from rows of every length that has code of its own."""
+    inputs = on_gpu(index_inputs(IndexCase(Step("long", (150,), (3_300,)), 1, q_dtype=E4M3, k_dtype=E4M3), "cpu"))
+    for name in ("mixed", "negative"):
+        yield f"index_topk long {name}", lambda i=inputs: in_long_runs(lambda: m3attn.index_topk(i.index_q, i.cache, i.batch, impl=key), key)
+        inputs.index_q.copy_(-inputs.index_q.float().abs())
+        inputs.cache.index_k.copy_(inputs.cache.index_k.float().abs())
+    generator = torch.Generator().manual_seed(0)
+    for blocks in (40, 130, 250, 300, 500, 700, 1_000, 1_100):
+        scores = torch.randn(2, 20, blocks, generator=generator).cuda()
+        scores[:, :7] = scores[:, :7].round()
+        scores[1, 3, ::2] = float("nan")
+        batch = m3attn.PagedBatch.from_lengths([20], [128 * blocks - 5], torch.zeros(1, blocks, dtype=torch.int32, device="cuda"))
+        for init in (0, 1):
+            yield f"select_blocks {blocks} {init}", lambda s=scores, b=batch, n=init: m3attn.select_blocks(s, b, init_blocks=n, impl=key)
+
+
+def in_long_runs(call: Callable[[], object], key: str) -> object:
+    """All blocks for two thread blocks, as many as they get in long prefills."""
+    if key != "cute_sm90":
+        return call()
+    from m3attn.dsl_kernels import index_score_sm90
+
+    with mock.patch.object(index_score_sm90, "num_ctas", lambda device: 2):
+        return call()
+
+
 def sparse_mla(key: str) -> Iterator[Call]:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.bfloat16, E4M3):
@@ -95,7 +122,13 @@ def main() -> None:
     parser.add_argument("keys", nargs="*", default=["cute_sm90", "triton", "triton_union"])
     for key in parser.parse_args().keys:
         stages = {implementation.stage for implementation in m3attn.implementations() if implementation.key == key}
-        calls = {"sparse_attention": attention, "index_topk": indexer, "sparse_mla_prefill": sparse_mla, "quantize_fp8": quantize}
+        calls = {
+            "sparse_attention": attention,
+            "index_topk": indexer,
+            "select_blocks": long_rows,
+            "sparse_mla_prefill": sparse_mla,
+            "quantize_fp8": quantize,
+        }
         for stage in sorted(stages & calls.keys()):
             for name, call in calls[stage](key):
                 try:
