@@ -164,3 +164,15 @@ def test_missing_proxy_fence_is_a_hazard() -> None:
 def test_mistakes_are_named(body: str, complaint: str) -> None:
     with pytest.raises(ptxsim.SimError, match=complaint):
         run(body, torch.zeros(32, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("instruction", ["add.rn.sat.f32 %f1, %f1, %f2", "mul.rn.sat.f32 %f1, %f1, %f3", "fma.rn.sat.f32 %f1, %f1, %f3, %f2"])
+def test_saturated_results_lie_between_0_and_1(instruction: str) -> None:
+    """NaN is +0 then."""
+    values = torch.tensor([float("nan"), float("-inf"), -2.0, -0.5, 0.0, 0.25, 1.0, 1.5, float("inf")])
+    run(
+        f"ld.global.f32 %f1, [%rd3]; mov.f32 %f2, 0f00000000; mov.f32 %f3, 0f3F800000; {instruction}; st.global.f32 [%rd3], %f1; ret;",
+        values,
+        threads=9,
+    )
+    assert values.tolist() == [0, 0, 0, 0, 0, 0.25, 1, 1, 1] and not values.signbit()[0]

@@ -97,7 +97,7 @@ class ArithmeticInstructions:
             r = self.rnd(p)
             e = f"fma_d({s[0]},{s[1]},{s[2]},{r!r})" if op == "fma" else f"bin_d({s[0]},{s[1]},{'+' if op == 'add' else '-'!r},{r!r})"
             if "sat" in p:
-                e = f"np.clip({e},f4(0),f4(1))"
+                e = f"np.fmin(np.fmax({e},f4(0)),f4(1))"
             return self.wr(a[0], e, "f")
         r = self.rnd(p)
         sat = "sat" in p
@@ -115,7 +115,7 @@ class ArithmeticInstructions:
             if ftz:
                 e = f"ftz({e})"
             if sat:
-                e = f"np.clip({e},f4(0),f4(1))"
+                e = f"np.fmin(np.fmax({e},f4(0)),f4(1))"
             return self.wr(a[0], e, want)
         h = "bf16" if "bf" in ty else "f16"
         want = READ_AS[ty]
@@ -124,7 +124,7 @@ class ArithmeticInstructions:
         if "relu" in p:
             e = f"np.maximum({e},f4(0))"
         if sat:
-            e = f"np.clip({e},f4(0),f4(1))"
+            e = f"np.fmin(np.fmax({e},f4(0)),f4(1))"
         return self.wr(a[0], f"toh({e},{h!r},{WIDTH[want]})", want)
 
     def h_add(self, i, p, a):
