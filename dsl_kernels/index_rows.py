@@ -34,16 +34,14 @@ class QueryRows:
     @cute.jit
     def position(self, row: Int32):
         """The position of a row, negative for an empty one; NOWHERE where no request owns it."""
-        low, high = Int32(0), self.mSeqLens.shape[0] + 1  # the last request that does not begin after the row is in [low, high)
+        low, high = Int32(0), Int32(self.mSeqLens.shape[0])  # the last request that does not begin after the row is in [low, high)
         while high - low > 1:
-            middle = (low + high) // 2
+            middle = (low + high) >> 1
             before = self.mOffsets[middle] <= row
             low = middle if before else low
             high = high if before else middle
-        position = Int32(NOWHERE)
-        if low < self.mSeqLens.shape[0] and self.mOffsets[0] <= row:
-            position = self.seq_len(low) - self.mOffsets[low + 1] + row
-        return position
+        begin, end, seq_len = self.mOffsets[0], self.mOffsets[low + 1], self.seq_len(low)
+        return seq_len - end + row if begin <= row and row < end else Int32(NOWHERE)
 
     @cute.jit
     def num_tiles(self, tokens: cutlass.Constexpr[int]):

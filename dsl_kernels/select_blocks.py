@@ -1,6 +1,9 @@
 """The selection, for Hopper and Blackwell: for every (KV group, query token) the K best blocks of its scores, exactly and in ascending order.
 
-A few lanes of a warp share a row. First the K-th largest score: each lane sorts `width` of the row's scores at a time by a network, keeps the largest
+A few lanes of a warp share a row. Where their registers hold all of it and K is 16, 32 or 64, select_held.py reads it once. What it leaves over, rows
+with NaN or infinities among the best or with too many of these in one lane, takes the general way, and so do longer rows and other K.
+
+The general way: first the K-th largest score. Each lane sorts `width` of the row's scores at a time by a network, keeps the largest
 `width` it has seen, and the lanes merge what they kept, halving each one's part at every merge. No step depends on the values. Then the row is read
 again (from L1 or L2) and what reaches that score is written in order of its id. Only where ties leave too many does a third walk, in order of ids,
 keep the lowest. Nothing is sorted by id, and no score moves together with one.
@@ -8,7 +11,6 @@ keep the lowest. Nothing is sorted by id, and no score moves together with one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +22,13 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from m3attn.calls import IndexTopkCall, SelectBlocksCall
-from m3attn.dsl_kernels import index_rows
+from m3attn.dsl_kernels import index_rows, select_held, sorting_networks
 from m3attn.dsl_kernels.common.kernels import CuteKernel
 from m3attn.dsl_kernels.index_rows import QueryRows
+from m3attn.dsl_kernels.select_held import HeldRow, HeldRows
+from m3attn.dsl_kernels.sorting_networks import NEGATIVE_INFINITY, bitonic_merge, put_in_order, sorting_network
 
 WARPS = 4
-NEGATIVE_INFINITY = float("-inf")
 NAN = float("nan")
 STEP = 16
 """Scores that a lane looks at in one step of the second walk: four groups of four neighbours, a byte of bits for each."""
@@ -39,43 +42,14 @@ class Variant:
     """`width`: a power of two from 16 on that is at least K. `lanes` share a row. `vector`: scores can be read 16 bytes at a time.
 
     `after_scores`: the kernel before this one writes scores only, and has waited for all earlier ones before this one can begin.
+    `held`: K is `width`, a row's ids are neighbours in memory, and its lanes' registers hold any row.
     """
 
     width: int
     lanes: int
     vector: bool
     after_scores: bool
-
-
-def sorting_network(n: int) -> Iterator[tuple[int, int]]:
-    """Batcher's odd-even merge sort of n = 2^k elements: pairs (i, j), i < j, to be put in order one after another."""
-    p = 1
-    while p < n:
-        k = p
-        while k >= 1:
-            for j in range(k % p, n - k, 2 * k):
-                for i in range(min(k, n - j - k)):
-                    if (i + j) // (2 * p) == (i + j + k) // (2 * p):
-                        yield i + j, i + j + k
-            k //= 2
-        p *= 2
-
-
-def bitonic_merge(n: int) -> Iterator[tuple[int, int]]:
-    """The same for a sequence of n = 2^k elements that rises and then falls, or the other way round."""
-    distance = n // 2
-    while distance:
-        for i in range(n):
-            if not i & distance:
-                yield i, i + distance
-        distance //= 2
-
-
-def put_in_order(values: list[Float32], pairs: Iterator[tuple[int, int]]) -> list[Float32]:
-    """Descending."""
-    for i, j in pairs:
-        values[i], values[j] = cute.arch.fmax(values[i], values[j]), cute.arch.fmin(values[i], values[j])
-    return values
+    held: bool
 
 
 def bit(i: int) -> int:
@@ -91,7 +65,8 @@ def assign(tensor: cute.Tensor, values: list[Float32]) -> None:
 class SelectBlocks:
     def __init__(self, variant: Variant) -> None:
         self.width, self.lanes, self.vector, self.after_scores = variant.width, variant.lanes, variant.vector, variant.after_scores
-        self.short_cut = self.lanes == 32 and self.width <= 32
+        self.held, self.held_rows = variant.held, HeldRows(self.width, self.lanes, self.vector)
+        self.short_cut = self.lanes == 32 and self.width <= 32 and not self.held
 
     @cute.jit
     def __call__(
@@ -142,7 +117,7 @@ class SelectBlocks:
         lane = lane % self.lanes
         exists = row >= row_begin
         row = cutlass.max(row, row_begin)
-        topk = mOut.shape[2]
+        topk = self.width if cutlass.const_expr(self.held) else mOut.shape[2]
 
         position = QueryRows(mOffsets, mSeqLens, row_begin, row_end, max_seqlen_k).position(row)
         live = index_rows.blocks_up_to(position, block_shift, num_blocks)
@@ -155,15 +130,21 @@ class SelectBlocks:
         last = last if ranked else first
         gOut = mOut[head, row, None]
         gScores = mScores[head, row - row_begin, None]
-        if exists:
-            for i in cutlass.range(lane, topk, self.lanes, unroll=1):
-                if i < first or i >= first + wanted or live <= topk:
-                    gOut[i] = (i if i < first or live <= topk else live - chosen + i) if i < chosen else -1
+        if exists and (not ranked or cutlass.const_expr(not self.held)):
+            self.write_forced(gOut, first, wanted, live, chosen, topk, lane)
 
         if cutlass.const_expr(self.after_scores):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        longest = cute.arch.warp_redux_sync(last if ranked else 0, "max")
+        longest = cute.arch.warp_redux_sync((live if cutlass.const_expr(self.held) else last) if ranked else 0, "max")
+        if cutlass.const_expr(self.held):
+            if longest > 0:
+                shortest = cute.arch.warp_redux_sync(last if ranked else 0, "min")
+                row_first, row_last, row_live = [end if ranked else 0 for end in (first, last, live)]
+                if self.held_rows.write(HeldRow(gScores, gOut, row_first, row_last, row_live, shortest, ranked, lane), longest):
+                    longest = 0
+            if longest > 0 and ranked:
+                self.write_forced(gOut, first, wanted, live, chosen, topk, lane)
         if cutlass.const_expr(self.short_cut):
             smem = cutlass.memory.SmemAllocator()
             sScores = smem.allocate_tensor(Float32, cute.make_layout((32, WARPS)), 16)[None, warp]
@@ -177,6 +158,13 @@ class SelectBlocks:
             if cute.arch.vote_any_sync(is_tied):
                 cute.arch.sync_warp()
                 self.write_ids_of_ties(gScores, gOut, first, last, longest, lane, bound, wanted, is_tied)
+
+    @cute.jit
+    def write_forced(self, gOut, first, wanted, live, chosen, topk, lane):
+        """Ids that no score decides."""
+        for i in cutlass.range(lane, topk, self.lanes, unroll=1):
+            if i < first or i >= first + wanted or live <= topk:
+                gOut[i] = (i if i < first or live <= topk else live - chosen + i) if i < chosen else -1
 
     @cute.jit
     def load(
@@ -411,7 +399,7 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     score_strides = (*symbols(2, divisibility), 1 if variant.vector else cute.sym_int64())
     return SelectBlocks(variant), (
         make_fake_tensor(Float32, (heads, cute.sym_int(), cute.sym_int()), score_strides, assumed_align=4 * divisibility),
-        make_fake_tensor(Int32, (heads, cute.sym_int(), cute.sym_int()), symbols(3), assumed_align=4),
+        make_fake_tensor(Int32, (heads, cute.sym_int(), cute.sym_int()), (*symbols(2), 1 if variant.held else cute.sym_int64()), assumed_align=4),
         make_fake_tensor(Int32, (requests,), (1,), assumed_align=4),
         make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
         *(Int32(0) for _ in range(7)),
@@ -419,19 +407,21 @@ def build(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     )
 
 
-KERNEL = CuteKernel("select_blocks", build, sources=[__file__, index_rows.__file__])
+KERNEL = CuteKernel("select_blocks", build, sources=[__file__, select_held.__file__, sorting_networks.__file__, index_rows.__file__])
 lanes_override: int | None = None
 """Forces the lanes of a row; a tuner's hook."""
 
 
 def lanes_of_row(rows: int, num_blocks: int) -> int:
-    """Few lanes merge little, but a warp of many rows takes long: where rows are longer, too long for what runs beside and after it. On long rows a
-    whole warp's short cut does as well."""
+    """Few lanes merge little, but a warp of many rows takes long: where there are few rows, too long for what runs beside and after it. Registers of
+    4 lanes hold 128 blocks, of 8 256, and so on."""
     if lanes_override is not None:
         return lanes_override
-    if num_blocks > 512 or (num_blocks > 128 and rows < 4096):
+    if num_blocks <= 128:
+        return 4 if rows >= 16384 else 8
+    if num_blocks > 512 or rows < 4096:
         return 32
-    return 4 if num_blocks <= 128 and rows >= 16384 else 8
+    return 8 if num_blocks <= 256 else 16
 
 
 def select_blocks(call: SelectBlocksCall) -> None:
@@ -452,7 +442,8 @@ def select_rows(scores: torch.Tensor, num_blocks: int, call: SelectBlocksCall | 
     lanes = lanes_of_row(out.shape[0] * (row_end - row_begin), num_blocks)
     # Where rows are ranked, `index_topk` scores them right before, by a kernel that waited for all that came earlier.
     after_scores = isinstance(call, IndexTopkCall) and num_blocks > call.topk
-    KERNEL.get(Variant(width, lanes, vector, after_scores), out.device)(
+    held = out.shape[2] == width and out.stride(2) == 1 and num_blocks <= lanes * select_held.SCORES_OF_LANE
+    KERNEL.get(Variant(width, lanes, vector, after_scores, held), out.device)(
         scores,
         out,
         batch.seq_lens,

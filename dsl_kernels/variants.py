@@ -68,7 +68,7 @@ _DEVICE_SCALES: dict[str, Any] = dict(q_scale=True, k_scale=True, v_scale=True)
 _SCORE = index_score_work.Variant("bf16", "bf16", rows=256, num_heads=4, page_size=128, fill=False, q_scale=False, k_scale=False)
 _HALF: dict[str, Any] = dict(q_dtype="fp16", k_dtype="fp16", num_heads=3, page_size=16, fill=True, q_scale=True, k_scale=True)
 _E4M3: dict[str, Any] = dict(q_dtype="fp8_e4m3", k_dtype="fp8_e4m3")
-_SELECT = select_blocks.Variant(width=16, lanes=4, vector=True, after_scores=True)
+_SELECT = select_blocks.Variant(width=16, lanes=4, vector=True, after_scores=True, held=True)
 _MLA = sparse_mla_sm90.Variant("bf16", head_dim=576, length=False, sink=False, q_scale=False, kv_scale=False)
 
 
@@ -124,16 +124,17 @@ _DECODE = _named(
     bf16_some=_decode("bf16", "bf16", requests=16),
     bf16_verify_many=_decode("bf16", "bf16", requests=32, queries=8),
     fp16_sink=replace(_decode("fp16", "fp16", requests=1), **_DEVICE_SCALES, lse=True, sink="fp32", aligned=False),
-    fp16_many_sink=replace(_decode("fp16", "fp16", requests=128), lse=True, sink="bf16", aligned=False),
-    e5m2_many_ids64=replace(_decode("bf16", "fp8_e5m2", requests=128), **_DEVICE_SCALES, max_topk=64),
+    e5m2_many_ids64_sink=replace(_decode("bf16", "fp8_e5m2", requests=128), **_DEVICE_SCALES, max_topk=64, lse=True, sink="bf16", aligned=False),
 )
 
 _SELECTION = _named(
     select_blocks.KERNEL,
     prefill=_SELECT,
     decode=replace(_SELECT, lanes=32),
-    longer=replace(_SELECT, lanes=8),
-    width64=replace(_SELECT, width=64, lanes=32, vector=False, after_scores=False),
+    prefill_few=replace(_SELECT, lanes=8),
+    width64=replace(_SELECT, width=64, lanes=32, vector=False, after_scores=False, held=False),
+    longer=replace(_SELECT, lanes=16),
+    longest=replace(_SELECT, lanes=32, held=False),
 )
 
 _WIDENED = widen_pages.Variant("fp8_e4m3", k_dtype="bf16", v_dtype="fp16", head_dim=128, block_size=128, aligned=True)
@@ -183,8 +184,7 @@ SM90: dict[str, tuple[CuteKernel, Any]] = {
         fp16_dim512_length=replace(_MLA, dtype="fp16", head_dim=512, length=True),
         fp8=replace(_MLA, dtype="fp8_e4m3"),
         bf16_split=replace(_MLA, split=True),
-        fp8_split_length_sink=replace(_MLA, dtype="fp8_e4m3", length=True, sink=True, split=True),
-        fp8_dim512_scales_sink=replace(_MLA, dtype="fp8_e4m3", head_dim=512, sink=True, q_scale=True, kv_scale=True),
+        fp8_split_length_scales_sink=replace(_MLA, dtype="fp8_e4m3", length=True, sink=True, q_scale=True, kv_scale=True, split=True),
     ),
 }
 """For Hopper; a name says what differs from M3's case of its kernel: 16 heads a group, 16 blocks, 4 index heads, host scales, no LSE."""

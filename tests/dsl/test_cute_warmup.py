@@ -19,7 +19,7 @@ from m3attn.cli.warmup import kernel_archs
 from m3attn.dsl_kernels import variants
 from m3attn.dsl_kernels.variants import names_for
 
-SLOW, SMALL = "sparse_prefill-bf16", ["block_lists-all", "select_blocks-longer"]
+SLOW, SMALL = "sparse_prefill-bf16", ["block_lists-all", "select_blocks-longest"]
 
 
 def warmup(*arguments: str, folder: Path) -> list[str]:
