@@ -1,7 +1,9 @@
-"""Hopper's selection beyond the matrix: every way of sharing a row, long rows, ties, any strides, slices of a workspace, values out of range."""
+"""Hopper's selection beyond the matrix: every way of sharing a row, long rows, ties, any strides, slices of a workspace, values out of range.
+
+Ids are no neighbours in memory where the general way is meant, since `test_select_held.py` has the other.
+"""
 
 import dataclasses
-import random
 from types import ModuleType
 
 import pytest
@@ -16,13 +18,14 @@ from m3attn.batch import PagedBatch
 from m3attn.calls import IndexTopkCall, SelectBlocksCall
 from m3attn.dsl_kernels import index_topk_sm90, index_topk_sm100
 from m3attn.dsl_kernels import select_blocks as kernel
-from m3attn.dsl_kernels.select_blocks import bitonic_merge, select_blocks, sorting_network
+from m3attn.dsl_kernels.select_blocks import select_blocks
 from m3attn.reference.index import select_blocks as reference
 from m3attn.scales import UNIT
 from m3attn.testing.cases import SCORE_KINDS, IndexCase, SelectCase, Step
 from m3attn.testing.inputs import index_inputs, select_inputs
 from m3attn.workspace import DEFAULT_LIMIT, WorkShape
 
+ONE = Step("one", (6,), (128 * 260,))
 WIDE = Step("wide", (6, 3), (128 * 260, 128 * 33 + 5), padded_rows=2)
 
 
@@ -34,21 +37,12 @@ def run(
     return out
 
 
+def apart(heads: int, tokens: int, topk: int) -> torch.Tensor:
+    return torch.full((heads, tokens, 2 * topk), 2**30, dtype=torch.int32)[..., ::2]
+
+
 def buffer(case: SelectCase) -> torch.Tensor:
-    return torch.full((case.num_heads, case.step.tokens, case.topk), 2**30, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("n", [16, 32, 64])
-def test_networks_sort(n: int) -> None:
-    """By the zero-one principle for sorting, over a sample; over all sequences that rise once and fall once for merging."""
-    draw = random.Random(0)
-    inputs = [(sorting_network, [draw.randint(0, 1) for _ in range(n)]) for _ in range(300)]
-    inputs += [(bitonic_merge, [int(a <= i < b) for i in range(n)]) for a in range(n + 1) for b in range(a, n + 1)]
-    for network, values in inputs:
-        expected = sorted(values, reverse=True)
-        for i, j in network(n):
-            values[i], values[j] = max(values[i], values[j]), min(values[i], values[j])
-        assert values == expected
+    return apart(case.num_heads, case.step.tokens, case.topk)
 
 
 @pytest.mark.parametrize("lanes", [4, 8, 16, 32])
@@ -85,7 +79,7 @@ def test_all_large_scores_in_one_lane() -> None:
     scores = torch.zeros(1, 1, 512)
     scores[..., [4 * 32 * group + i for group in range(4) for i in range(4)]] = torch.arange(1.0, 17.0)
     batch = PagedBatch.from_lengths([1], [512 * 128], torch.zeros(1, 512, dtype=torch.int32))
-    ids = run(scores, batch, torch.zeros(1, 1, 16, dtype=torch.int32), topk=16, init_blocks=0, local_blocks=0)
+    ids = run(scores, batch, apart(1, 1, 16), topk=16, init_blocks=0, local_blocks=0)
     assert ids.flatten().tolist() == [128 * group + i for group in range(4) for i in range(4)]
 
 
@@ -100,7 +94,7 @@ def test_a_few_ties_of_the_last_chosen(lanes: int, monkeypatch: pytest.MonkeyPat
         scores[0, row, order[15 - row % 3 : 17 + row // 3 % 2]] = scores[0, row, order[15]].clone()
     batch = PagedBatch.from_lengths([1] * 24, [300 * 128 - 128 * row for row in range(24)], torch.zeros(24, 300, dtype=torch.int32))
     selection = {"topk": 16, "init_blocks": 0, "local_blocks": 0}
-    ids = run(scores, batch, torch.zeros(1, 24, 16, dtype=torch.int32), **selection)
+    ids = run(scores, batch, apart(1, 24, 16), **selection)
     assert torch.equal(ids, reference(scores, batch, **selection))
 
 
@@ -111,7 +105,7 @@ def test_nan_is_chosen_before_a_later_infinity(lanes: int, monkeypatch: pytest.M
     scores[..., 1::3] = float("nan")
     scores[..., [9, 30]] = torch.tensor([-1e-45, 2.0])
     batch = PagedBatch.from_lengths([1], [40 * 128], torch.zeros(1, 40, dtype=torch.int32))
-    ids = run(scores, batch, torch.zeros(1, 1, 6, dtype=torch.int32), topk=6, init_blocks=0, local_blocks=1)
+    ids = run(scores, batch, apart(1, 1, 6), topk=6, init_blocks=0, local_blocks=1)
     assert ids.flatten().tolist() == [0, 1, 2, 9, 30, 39]
 
 
@@ -125,13 +119,23 @@ def test_any_strides() -> None:
     assert bool((rows[case.step.tokens :] == 2**30).all())
 
 
-@pytest.mark.parametrize(("name", "values"), [("cu_seqlens_q", [6, -3, 2**30]), ("seq_lens", [-1, 2**31 - 1])])
-def test_values_out_of_range_reach_no_memory(name: str, values: list[int]) -> None:
-    case = SelectCase(WIDE, num_heads=1)
+@pytest.mark.parametrize(
+    ("step", "name", "values"),
+    [
+        (WIDE, "cu_seqlens_q", [6, -3, 2**30]),
+        (WIDE, "seq_lens", [-1, 2**31 - 1]),
+        (ONE, "cu_seqlens_q", [-(2**31), 2**31 - 1]),
+        (ONE, "cu_seqlens_q", [5, -7]),
+        (ONE, "seq_lens", [-(2**31)]),
+    ],
+)
+def test_values_out_of_range_reach_no_memory(step: Step, name: str, values: list[int]) -> None:
+    case = SelectCase(step, num_heads=1)
     scores, batch, selection = select_inputs(case, "cpu")
     batch = dataclasses.replace(batch, **{name: torch.tensor(values, dtype=torch.int32)})
-    ids = run(scores, batch, buffer(case), **selection)
-    assert bool(((ids >= -1) & (ids < batch.num_blocks)).all())
+    for out in (buffer(case), buffer(case).contiguous()):
+        ids = run(scores, batch, out, **selection)
+        assert bool(((ids >= -1) & (ids < batch.num_blocks)).all())
 
 
 TOPK = pytest.mark.parametrize(("module", "arch"), [(index_topk_sm90, "sm_90a"), (index_topk_sm100, "sm_100a")], ids=["sm90", "sm100"])
