@@ -108,3 +108,13 @@ def test_index_topk(step: Step, spoil: Callable[[PagedBatch], None]) -> None:
     with simulated("random", seed=2), poisoned_empty():
         ids = m3attn.index_topk(inputs.index_q, inputs.cache, inputs.batch, topk=2, impl=KEY)
     assert bool(((ids >= -1) & (ids < inputs.batch.num_blocks)).all())
+
+
+@HOSTILE
+@pytest.mark.parametrize("step", [Step("one", (5,), (300,)), TILE_CHUNK], ids=lambda step: step.name)
+def test_index_score(step: Step, spoil: Callable[[PagedBatch], None]) -> None:
+    """Whatever the offsets say, the -inf of what rows do not see stay among the scores."""
+    inputs = index_inputs(IndexCase(step), "cpu")
+    spoil(inputs.batch)
+    with simulated("random", seed=2), poisoned_empty():
+        m3attn.index_score(inputs.index_q, inputs.cache, inputs.batch, impl=KEY)

@@ -64,6 +64,14 @@ def cluster(g: torch.Generator, n: int, *_: int) -> torch.Tensor:
     return normal(g, n) + 10.0 * ((torch.arange(n) >= begin) & (torch.arange(n) < begin + length))
 
 
+def tiny_and_low(g: torch.Generator, n: int, topk: int, *_: int) -> torch.Tensor:
+    """The best are so near to 0 that scaling by their size goes wrong, in a way that takes the K lowest for the best; none is forced."""
+    row, columns = torch.full((n,), -1.0), 2 + torch.randperm(n - 5, generator=g)
+    row[columns[: 2 * topk]] = 2.0**-110 * (1 + torch.rand(2 * topk, generator=g))
+    row[columns[2 * topk : 3 * topk]] = -3e38
+    return row
+
+
 DECIDED: dict[str, Score] = {
     "normal": normal,
     "negative": lambda g, n, *_: -normal(g, n).abs() - 0.01,
@@ -87,6 +95,7 @@ LEFT: dict[str, Score] = {
     "zeros of both signs": lambda g, n, *_: torch.where(normal(g, n) > 0, 0.0, -0.0),
     "denormal": of_bits(4000, 8000),
     "tiny": lambda g, n, *_: normal(g, n) * 2.0**-110,
+    "tiny and low": tiny_and_low,
     "NaN": lambda g, n, *_: torch.full((n,), NAN),
     "few numbers": few_numbers,
     "-inf": some(-INFINITY, 0.97),

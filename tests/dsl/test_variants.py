@@ -198,8 +198,7 @@ def test_sources_are_all_that_the_kernel_is_written_in(kernel: CuteKernel) -> No
     assert written_in(module) <= {Path(path).resolve() for path in kernel.sources}
 
 
-def m3_batch(requests: int, queries: int) -> m3attn.PagedBatch:
-    context = 32_768
+def m3_batch(requests: int, queries: int, context: int = 32_768) -> m3attn.PagedBatch:
     return m3attn.PagedBatch(
         page_table=torch.zeros(requests, context // 128, dtype=torch.int32),
         seq_lens=torch.full((requests,), context, dtype=torch.int32),
@@ -224,4 +223,15 @@ def test_what_m3_calls_is_named(key: str, arch: str, mode: str, requests: int, q
         m3attn.sparse_attention(torch.zeros(tokens, 64, 128, dtype=q_dtype), cache, ids, batch, impl=key)
         m3attn.index_topk(torch.zeros(tokens, 4, 128, dtype=q_dtype), cache, batch, impl=key)
     assert len(asked) >= 3
+    assert [(kernel.name, variant) for kernel, variant in asked if (kernel, variant) not in VARIANTS[arch].values()] == []
+
+
+@pytest.mark.parametrize("context", [4_096, 8_192, 16_384, 32_768, 65_536, 131_072, 262_144, 1 << 20])
+@pytest.mark.parametrize(("requests", "queries"), [(1, 4_096), (1, 2_048), (1, 171), (16, 1)])
+@pytest.mark.parametrize(("key", "arch"), [("cute_sm90", "sm_90"), ("cute_sm100", "sm_100")])
+def test_selections_of_every_length_are_named(key: str, arch: str, requests: int, queries: int, context: int) -> None:
+    batch, q = m3_batch(requests, queries, context), torch.zeros(requests * queries, 4, 128, dtype=torch.bfloat16)
+    with recorded(f"{arch}a") as asked:
+        m3attn.index_topk(q, m3attn.LayerCache(kv=torch.zeros(1, 4, 128, 256, dtype=q.dtype), index_k=q.new_zeros(1, 128, 128)), batch, impl=key)
+    assert {kernel.name for kernel, _ in asked} == {f"index_score_{key.removeprefix('cute_')}", "select_blocks"}
     assert [(kernel.name, variant) for kernel, variant in asked if (kernel, variant) not in VARIANTS[arch].values()] == []
