@@ -227,7 +227,7 @@ def abs_of(value: Float32) -> Float32:
 
 @cute.jit
 def bits_that_reach(scores, bound: Float32, strictly: cutlass.Constexpr[bool] = False):
-    """Bit 4 g + i: scores[g][i] >= bound, or > bound; 0 for NaN. For |bound| >= LEAST_BOUND, where infinite not strictly.
+    """Bit 4 g + i: scores[g][i] >= bound, or > bound; 0 for NaN. |bound| >= LEAST_BOUND, and is not infinite if strictly.
 
     Without a comparison. Let `under` be the bound itself if strictly, else the next number below it; 2^e <= |bound| < 2^(e + 1), s = 2^(24 - e).
     A score that is too small is at most `under`: (score - under) s <= 0. Any other is at least the next number above `under`, which is 2^(e - 23)
@@ -235,7 +235,7 @@ def bits_that_reach(scores, bound: Float32, strictly: cutlass.Constexpr[bool] = 
     takes nothing across 0 or 1; saturated to [0, 1], it is exactly 0 or 1.
 
     s is a normal number for e from -103 to 128, and -under s, a product with a power of two, is exact and at most 2^25. Beyond 1 nothing matters, so
-    products may be infinite. Below the lowest number `under` is -inf: all numbers give +inf, and -inf gives NaN, which saturates to 0. Below +inf it
+    results may be infinite. Below the lowest number `under` is -inf: all numbers give +inf, and -inf gives NaN, which saturates to 0. Below +inf it
     is the largest number; below -inf it is NaN, and nothing reaches that bound.
 
     The sum of 2^23 and such ones times 2^0 to 2^15 is exact, and shows them as the low bits of its mantissa.
