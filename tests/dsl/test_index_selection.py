@@ -138,6 +138,16 @@ def test_values_out_of_range_reach_no_memory(step: Step, name: str, values: list
         assert bool(((ids >= -1) & (ids < batch.num_blocks)).all())
 
 
+def test_rows_of_no_request_choose_nothing() -> None:
+    """Those before the first offset too, which should be 0."""
+    case = SelectCase(WIDE, num_heads=1)
+    scores, batch, selection = select_inputs(case, "cpu")
+    batch = dataclasses.replace(batch, cu_seqlens_q=torch.tensor([2, 6, 9], dtype=torch.int32))
+    for out in (buffer(case), buffer(case).contiguous()):
+        ids = run(scores, batch, out, **selection)[0]
+        assert (ids >= 0).any(1).tolist() == [False] * 2 + [True] * 7 + [False] * 2
+
+
 TOPK = pytest.mark.parametrize(("module", "arch"), [(index_topk_sm90, "sm_90a"), (index_topk_sm100, "sm_100a")], ids=["sm90", "sm100"])
 
 
