@@ -153,6 +153,23 @@ def test_nan_products_are_ignored(key: str, dtype: torch.dtype, step: Step) -> N
 
 
 @SCORE
+@pytest.mark.parametrize("spared", [pick(4, 40), 2, 1], ids=["seldom", "often", "everywhere"])
+@pytest.mark.parametrize("dtype", [pick(torch.float32, torch.bfloat16), E4M3], ids=dtype_name)
+def test_blocks_of_negative_products(key: str, dtype: torch.dtype, spared: int) -> None:
+    """Maxima below 0, in one of `spared` blocks of long rows: no maximum begins at 0, and a float's bits are not in its order there."""
+    blocks = pick(6, 469)
+    step = Step("negative", (pick(3, 600),), (blocks * BLOCK,), page_size=BLOCK, block_size=BLOCK)
+    inputs = prepare("index_score", key, base(step, q_dtype=dtype, k_dtype=dtype))
+    inputs.index_q.copy_(inputs.index_q.float().abs() + 0.1)
+    pool = inputs.cache.index_key()
+    negative = inputs.batch.page_table[0, 0:blocks:spared].long()
+    pool[negative] = (-pool[negative].float().nan_to_num().abs() - 0.1).to(dtype)
+    scores = run("index_score", key, inputs)
+    assert_scores(key, inputs, scores)
+    assert bool((scores[..., 0:blocks:spared] < 0).all())
+
+
+@SCORE
 def test_infinite_products(key: str) -> None:
     inputs = prepare("index_score", key, base(q_dtype=torch.float32, k_dtype=torch.float32))
     pool = inputs.cache.index_key()
