@@ -160,10 +160,9 @@ def test_blocks_of_negative_products(key: str, dtype: torch.dtype, spared: int) 
     blocks = pick(6, 469)
     step = Step("negative", (pick(3, 600),), (blocks * BLOCK,), page_size=BLOCK, block_size=BLOCK)
     inputs = prepare("index_score", key, base(step, q_dtype=dtype, k_dtype=dtype))
-    inputs.index_q.copy_(inputs.index_q.float().abs() + 0.1)
-    pool = inputs.cache.index_key()
-    negative = inputs.batch.page_table[0, 0:blocks:spared].long()
-    pool[negative] = (-pool[negative].float().nan_to_num().abs() - 0.1).to(dtype)
+    # By one dim: where all products of a sum have one sign, Hopper's e4m3 sums are further off than the bound for normally distributed operands.
+    inputs.index_q[..., 0] = 8
+    inputs.cache.index_key()[inputs.batch.page_table[0, 0:blocks:spared].long(), ..., 0] = -16
     scores = run("index_score", key, inputs)
     assert_scores(key, inputs, scores)
     assert bool((scores[..., 0:blocks:spared] < 0).all())
