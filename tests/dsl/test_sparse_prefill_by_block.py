@@ -73,7 +73,7 @@ def deferred_rows(inputs: AttentionInputs, limit: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "case,limit,sm_scale",
     [
-        (replace(BASE, num_q_heads=32, num_kv_heads=2), 3_000_000, None),  # four slices
+        pytest.param(replace(BASE, num_q_heads=32, num_kv_heads=2), 3_000_000, None, marks=pytest.mark.slow),  # four slices
         (replace(BASE, num_q_heads=8, topk=5, ids="scattered"), 1 << 30, -0.2),
         (replace(BASE, num_q_heads=32, topk=20), 1 << 30, None),
         (replace(BASE, mode="fp8", scaled=True), 1 << 30, None),
